@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The CPU kernels, as a table of functions. cpu_kernels.cpp is compiled once
+// for each instruction set and makes one table each time; kernels() picks the
+// table for this machine. A build thus runs on any x86-64 and uses its vectors.
+// (GCC's target_clones lowers vector types before it clones, so it is no help
+// here.)
+#pragma once
+
+#include "fp_formats.h"
+
+namespace vllm::sm70::cpu {
+
+// Rows [row_begin, ...) of an E4M3 weight.
+struct Fp8Tile {
+  const u8* weight;     // at row_begin
+  const float* scales;  // of the whole weight
+  bool block_scales;  // one for each 128 x 128 elements; else one for each row
+  i64 scale_stride;   // block scales in a row of blocks
+  i64 row_begin;
+  i64 columns;  // K, a multiple of 16
+};
+
+struct Kernels {
+  // Blocks [begin, end) of 16 NVFP4 elements: 8 bytes of `packed`, one E4M3
+  // scale.
+  void (*nvfp4_dequantize)(OutputFormat format, const u8* packed,
+                           const u8* block_scales, float global_scale,
+                           void* out, i64 begin, i64 end);
+  // Rows [begin, end) of the tile; `out` holds the tile from its row 0 on.
+  void (*fp8_dequantize)(OutputFormat format, const Fp8Tile& tile, void* out,
+                         i64 begin, i64 end);
+};
+
+extern const Kernels kBaseline;
+#ifdef __x86_64__
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+// The table to use. The environment variable VLLM_SM70_CPU_ISA, read once, asks
+// for another than the best: baseline, avx2 or avx512. For tests. Throws
+// std::invalid_argument for anything else, or what the machine does not have.
+const Kernels& kernels();
+
+}  // namespace vllm::sm70::cpu

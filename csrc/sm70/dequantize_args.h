@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// The arguments of the dequantisation operators, checked, as plain pointers and
+// numbers. Shared by the CPU and the CUDA implementation.
+#pragma once
+
+#include "fp_formats.h"
+#include "tensor_checks.h"
+
+namespace vllm::sm70 {
+
+constexpr int64_t kNvfp4Block = 16;
+constexpr int64_t kFp8Block = 128;
+
+inline void check_columns(const Argument& argument, int64_t columns) {
+  if (columns % 16 != 0) {
+    argument.fail("must hold a multiple of 16 elements in each row; got K = " +
+                  std::to_string(columns));
+  }
+}
+
+// `out` is the tile: a row for each of the weight's rows from `row_begin` on.
+// Returns its format.
+inline OutputFormat check_tile(const char* op, const Tensor& out,
+                               int64_t row_begin, const char* weight_name,
+                               const Tensor& weight, int64_t columns) {
+  const Argument argument(op, "out", out);
+  argument.dtype({ScalarType::Half, ScalarType::BFloat16, ScalarType::Float})
+      .matrix("[rows of the tile, K]")
+      .shape(out.size(0), columns,
+             std::string("[rows of the tile, K of ") + weight_name + "]")
+      .contiguous()
+      .same_device(weight_name, weight);
+  const int64_t rows = weight.size(0);
+  const int64_t row_end = row_begin + out.size(0);
+  if (row_begin < 0 || row_end > rows) {
+    fail_argument(std::string(op) +
+                  ": row_begin and the rows of out must stay within the " +
+                  std::to_string(rows) + " rows of " + weight_name +
+                  "; got rows [" + std::to_string(row_begin) + ", " +
+                  std::to_string(row_end) + ")");
+  }
+  switch (out.scalar_type()) {
+    case ScalarType::Half:
+      return OutputFormat::kFp16;
+    case ScalarType::BFloat16:
+      return OutputFormat::kBf16;
+    default:
+      return OutputFormat::kFp32;
+  }
+}
+
+struct Nvfp4DequantizeArgs {
+  const u8* packed;        // at row_begin
+  const u8* block_scales;  // at row_begin
+  const float* global_scale;
+  void* out;
+  OutputFormat out_format;
+  int64_t blocks;  // of 16 elements, in the tile
+};
+
+inline Nvfp4DequantizeArgs nvfp4_dequantize_args(const Tensor& packed,
+                                                 const Tensor& block_scales,
+                                                 const Tensor& global_scale,
+                                                 const Tensor& out,
+                                                 int64_t row_begin) {
+  constexpr const char* kOp = "nvfp4_dequantize";
+  const Argument weight(kOp, "packed", packed);
+  weight.dtype({ScalarType::Byte}).matrix("[N, K / 2]").contiguous();
+  const int64_t columns = packed.size(1) * 2;
+  check_columns(weight, columns);
+  Argument(kOp, "block_scales", block_scales)
+      .dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte})
+      .shape(packed.size(0), columns / kNvfp4Block,
+             "[N, K / 16] for this packed")
+      .contiguous()
+      .same_device("packed", packed);
+  Argument(kOp, "global_scale", global_scale)
+      .dtype({ScalarType::Float})
+      .one_element()
+      .same_device("packed", packed);
+  const OutputFormat out_format =
+      check_tile(kOp, out, row_begin, "packed", packed, columns);
+  return {static_cast<const u8*>(packed.const_data_ptr()) +
+              row_begin * packed.size(1),
+          static_cast<const u8*>(block_scales.const_data_ptr()) +
+              row_begin * block_scales.size(1),
+          static_cast<const float*>(global_scale.const_data_ptr()),
+          out.mutable_data_ptr(),
+          out_format,
+          out.size(0) * (columns / kNvfp4Block)};
+}
+
+struct Fp8DequantizeArgs {
+  const u8* weight;     // at row_begin
+  const float* scales;  // of the whole weight
+  bool block_scales;    // else one scale for each row
+  int64_t scale_stride;
+  int64_t row_begin;
+  int64_t rows;  // of the tile
+  int64_t columns;
+  void* out;
+  OutputFormat out_format;
+};
+
+inline Fp8DequantizeArgs fp8_dequantize_args(const Tensor& weight,
+                                             const Tensor& scales,
+                                             const Tensor& out,
+                                             int64_t row_begin) {
+  constexpr const char* kOp = "fp8_dequantize";
+  const Argument weight_argument(kOp, "weight", weight);
+  weight_argument.dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte})
+      .matrix("[N, K]")
+      .contiguous();
+  const int64_t rows = weight.size(0);
+  const int64_t columns = weight.size(1);
+  check_columns(weight_argument, columns);
+  const int64_t block_rows = (rows + kFp8Block - 1) / kFp8Block;
+  const int64_t block_columns = (columns + kFp8Block - 1) / kFp8Block;
+  const Argument scales_argument(kOp, "scales", scales);
+  scales_argument.dtype({ScalarType::Float})
+      .contiguous()
+      .same_device("weight", weight);
+  // The two shapes are the same only where N = 1, and so are the scales.
+  const bool block_scales =
+      scales_argument.has_shape(block_rows, block_columns);
+  if (!block_scales && !scales_argument.has_shape(rows, 1)) {
+    scales_argument.fail("must have shape [" + std::to_string(block_rows) +
+                         ", " + std::to_string(block_columns) +
+                         "], one for each block of 128 x 128, or [" +
+                         std::to_string(rows) + ", 1], one for each row; got " +
+                         shape_text(scales));
+  }
+  const OutputFormat out_format =
+      check_tile(kOp, out, row_begin, "weight", weight, columns);
+  return {static_cast<const u8*>(weight.const_data_ptr()) + row_begin * columns,
+          static_cast<const float*>(scales.const_data_ptr()),
+          block_scales,
+          block_columns,
+          row_begin,
+          out.size(0),
+          columns,
+          out.mutable_data_ptr(),
+          out_format};
+}
+
+}  // namespace vllm::sm70

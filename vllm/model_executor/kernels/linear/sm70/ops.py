@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Typed access to the operators of the native extension `vllm._sm70_C`.
+
+The extension is loaded with the first call, so that importing this module costs
+nothing and works in a build without it.
+"""
+
+import torch
+
+_OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_loaded = False
+
+
+def load() -> None:
+    """Load the extension and register its operators, `torch.ops._sm70_C.*`.
+
+    Raises:
+        ImportError: this installation has no (working) `vllm._sm70_C`; the cause
+            is chained.
+
+    """
+    global _loaded
+    if _loaded:
+        return
+    try:
+        import vllm._sm70_C  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"vllm._sm70_C, the extension with the SM70 kernels, cannot be loaded "
+            f"({error}). It belongs to this fork's build: run `pip install .` in "
+            "its repository, or choose another linear backend"
+        ) from error
+    # The operators write into `out` and return nothing: for torch.compile there
+    # is nothing to work out.
+    torch.library.register_fake("_sm70_C::nvfp4_dequantize", _returns_nothing)
+    torch.library.register_fake("_sm70_C::fp8_dequantize", _returns_nothing)
+    _loaded = True
+
+
+def unavailable_reason(device_type: str) -> str | None:
+    """Say why the operators cannot run on a type of device, or None if they can.
+
+    Args:
+        device_type: as in `torch.device.type`, such as "cpu" or "cuda".
+
+    """
+    try:
+        load()
+    except ImportError as error:
+        return str(error)
+    key = device_type.upper()
+    if key not in ("CPU", "CUDA") or not torch._C._dispatch_has_kernel_for_dispatch_key(
+        "_sm70_C::nvfp4_dequantize", key
+    ):
+        return f"vllm._sm70_C was built without kernels for {device_type}"
+    return None
+
+
+def nvfp4_dequantize(
+    packed: torch.Tensor,
+    block_scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    dtype: torch.dtype = torch.float16,
+) -> torch.Tensor:
+    """Dequantise a whole NVFP4 weight.
+
+    Each element is `code * (block_scale * global_scale)`: both products in FP32,
+    then one rounding, to nearest even, to `dtype`. Block scales 0x7f and 0xff are
+    NaN and make their 16 elements NaN.
+
+    Args:
+        packed: uint8 [N, K / 2]: two E2M1 codes a byte, the element of even index
+            in the low half, as ModelOpt and compressed-tensors store them.
+        block_scales: float8_e4m3fn (or its bytes as uint8) [N, K / 16], row by
+            row, not swizzled.
+        global_scale: float32, one element. The factor itself: what ModelOpt calls
+            `weight_scale_2`, and the reciprocal of compressed-tensors'
+            `weight_global_scale`.
+        dtype: float16, bfloat16 or float32.
+
+    Returns:
+        [N, K], contiguous, of `dtype`, on the device of `packed`.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or stride, or K is
+            not a multiple of 16; the message names it.
+
+    """
+    out = _new_output(packed, packed.shape[-1] * 2, dtype)
+    nvfp4_dequantize_into(packed, block_scales, global_scale, out)
+    return out
+
+
+def nvfp4_dequantize_into(
+    packed: torch.Tensor,
+    block_scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    out: torch.Tensor,
+    row_begin: int = 0,
+) -> None:
+    """Dequantise a tile of an NVFP4 weight's rows, into memory that is there.
+
+    Args:
+        packed: as for `nvfp4_dequantize`.
+        block_scales: as for `nvfp4_dequantize`.
+        global_scale: as for `nvfp4_dequantize`.
+        out: float16, bfloat16 or float32 [rows, K], contiguous; on CUDA it starts
+            at a multiple of 16 bytes. It is overwritten with the weight's rows
+            [row_begin, row_begin + rows).
+        row_begin: first row, in rows of the weight.
+
+    Raises:
+        ValueError: as for `nvfp4_dequantize`, and for rows outside the weight.
+
+    """
+    load()
+    torch.ops._sm70_C.nvfp4_dequantize(
+        packed, block_scales, global_scale, out, row_begin
+    )
+
+
+def fp8_dequantize(
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype = torch.float16,
+) -> torch.Tensor:
+    """Dequantise a whole FP8 E4M3 weight.
+
+    Each element is `code * scale`: the product in FP32, then one rounding, to
+    nearest even, to `dtype`. Codes 0x7f and 0xff are NaN.
+
+    Args:
+        weight: float8_e4m3fn (or its bytes as uint8) [N, K].
+        scales: float32, the factors themselves: [ceil(N / 128), ceil(K / 128)],
+            one for each block of 128 x 128 elements, or [N, 1], one for each row
+            (output channel).
+        dtype: float16, bfloat16 or float32.
+
+    Returns:
+        [N, K], contiguous, of `dtype`, on the device of `weight`.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or stride, or K is
+            not a multiple of 16; the message names it.
+
+    """
+    out = _new_output(weight, weight.shape[-1], dtype)
+    fp8_dequantize_into(weight, scales, out)
+    return out
+
+
+def fp8_dequantize_into(
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    row_begin: int = 0,
+) -> None:
+    """Dequantise a tile of an FP8 E4M3 weight's rows, into memory that is there.
+
+    Args:
+        weight: as for `fp8_dequantize`.
+        scales: as for `fp8_dequantize`: those of the whole weight, whatever the
+            tile.
+        out: float16, bfloat16 or float32 [rows, K], contiguous; on CUDA it starts
+            at a multiple of 16 bytes. It is overwritten with the weight's rows
+            [row_begin, row_begin + rows).
+        row_begin: first row, in rows of the weight; any, not only multiples of 128.
+
+    Raises:
+        ValueError: as for `fp8_dequantize`, and for rows outside the weight.
+
+    """
+    load()
+    torch.ops._sm70_C.fp8_dequantize(weight, scales, out, row_begin)
+
+
+def _new_output(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype not in _OUTPUT_DTYPES:
+        raise ValueError(
+            f"dtype={dtype}: expected one of {', '.join(map(str, _OUTPUT_DTYPES))}"
+        )
+    return torch.empty((*weight.shape[:-1], columns), dtype=dtype, device=weight.device)
+
+
+def _returns_nothing(*arguments: object) -> None:
+    return None
