@@ -8,6 +8,8 @@
 
 #include "cpu_kernels.h"
 #include "dequantize_cpu.h"
+#include "silu_and_mul_cpu.h"
+#include "small_gemm_cpu.h"
 
 namespace vllm::sm70::cpu {
 namespace {
@@ -32,9 +34,44 @@ void fp8_dequantize_table(OutputFormat format, const Fp8Tile& tile, void* out,
   });
 }
 
+void nvfp4_gemm_table(OutputFormat format, const GemmTokens& tokens,
+                      const u8* packed, const u8* block_scales,
+                      float global_scale, i64 begin, i64 end) {
+  for_output_format(format, [&](auto f) {
+    nvfp4_gemm<decltype(f)>(tokens, packed, block_scales, global_scale, begin,
+                            end);
+  });
+}
+
+void fp8_gemm_table(OutputFormat format, const GemmTokens& tokens,
+                    const Fp8Tile& weight, i64 begin, i64 end) {
+  for_output_format(format, [&](auto f) {
+    fp8_gemm<decltype(f)>(tokens, weight, begin, end);
+  });
+}
+
+void widen_table(OutputFormat format, const void* in, float* out, i64 count) {
+  for_output_format(format, [&](auto f) {
+    using Format = decltype(f);
+    widen<Format>(static_cast<const typename Format::Storage*>(in), out, count);
+  });
+}
+
+void silu_and_mul_table(OutputFormat format, const void* gate_up, void* out,
+                        i64 columns, i64 out_stride, i64 begin, i64 end) {
+  for_output_format(format, [&](auto f) {
+    using Format = decltype(f);
+    using Storage = typename Format::Storage;
+    silu_and_mul<Format>(static_cast<const Storage*>(gate_up),
+                         static_cast<Storage*>(out), columns, out_stride, begin,
+                         end);
+  });
+}
+
 }  // namespace
 
-extern const Kernels SM70_CPU_TABLE = {nvfp4_dequantize_table,
-                                       fp8_dequantize_table};
+extern const Kernels SM70_CPU_TABLE = {
+    nvfp4_dequantize_table, fp8_dequantize_table, nvfp4_gemm_table,
+    fp8_gemm_table,         widen_table,          silu_and_mul_table};
 
 }  // namespace vllm::sm70::cpu

@@ -22,6 +22,23 @@ struct Fp8Tile {
   i64 columns;  // K, a multiple of 16
 };
 
+// A result has as many partial sums, whatever the instruction set.
+constexpr int kGemmColumnsStep = 32;
+// So many tokens at most are multiplied with a weight that is decoded once.
+constexpr int kGemmMaxTokens = 64;
+
+// The tokens that a weight is multiplied with, and the results.
+struct GemmTokens {
+  const float* x;    // [count, columns]; each row is padded with zeros to a
+                     // multiple of kGemmColumnsStep
+  i64 x_stride;      // from one row to the next
+  i64 count;         // at most kGemmMaxTokens
+  i64 columns;       // K, a multiple of 16
+  const void* bias;  // [N], of the format of `out`; or null
+  void* out;         // [count, N]
+  i64 out_stride;    // from one row to the next
+};
+
 struct Kernels {
   // Blocks [begin, end) of 16 NVFP4 elements: 8 bytes of `packed`, one E4M3
   // scale.
@@ -31,6 +48,17 @@ struct Kernels {
   // Rows [begin, end) of the tile; `out` holds the tile from its row 0 on.
   void (*fp8_dequantize)(OutputFormat format, const Fp8Tile& tile, void* out,
                          i64 begin, i64 end);
+  // Columns [begin, end) of the output, which are rows of the weight.
+  void (*nvfp4_gemm)(OutputFormat format, const GemmTokens& tokens,
+                     const u8* packed, const u8* block_scales,
+                     float global_scale, i64 begin, i64 end);
+  void (*fp8_gemm)(OutputFormat format, const GemmTokens& tokens,
+                   const Fp8Tile& weight, i64 begin, i64 end);
+  // `count` numbers to FP32.
+  void (*widen)(OutputFormat format, const void* in, float* out, i64 count);
+  // Rows [begin, end); a row of gate_up has `columns` gates, then as many ups.
+  void (*silu_and_mul)(OutputFormat format, const void* gate_up, void* out,
+                       i64 columns, i64 out_stride, i64 begin, i64 end);
 };
 
 extern const Kernels kBaseline;

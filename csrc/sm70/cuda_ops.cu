@@ -6,59 +6,17 @@
 
 #include <cuda_runtime.h>
 
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
+#include "cuda_launch.h"
 #include "dequantize_args.h"
 #include "fp8_dequantize.cuh"
+#include "linear_args.h"
 #include "nvfp4_dequantize.cuh"
+#include "silu_and_mul.cuh"
 
 namespace vllm::sm70 {
 namespace {
-
-// Makes a tensor's device current, and gives its current stream.
-class DeviceStream {
- public:
-  explicit DeviceStream(const Tensor& tensor)
-      : guard_(tensor.get_device_index()) {
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-    stream_ = static_cast<cudaStream_t>(stream);
-  }
-
-  operator cudaStream_t() const { return stream_; }
-
- private:
-  torch::stable::accelerator::DeviceGuard guard_;
-  cudaStream_t stream_;
-};
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// A grid's x dimension holds 2^31 - 1 blocks, the others 65535.
-dim3 checked_grid(const char* op, int64_t x, int64_t y = 1) {
-  if (x > 0x7fffffff || y > 65535) {
-    fail_argument(std::string(op) +
-                  ": out is too large for one launch (a grid of " +
-                  std::to_string(x) + " x " + std::to_string(y) +
-                  " blocks); pass fewer rows at once");
-  }
-  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
-}
-
-void check_launch(const char* op, cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::string message =
-      std::string(op) +
-      ": the kernel could not be launched: " + cudaGetErrorString(error);
-  if (error == cudaErrorNoKernelImageForDevice) {
-    message +=
-        "; vllm._sm70_C was not compiled for this GPU, so rebuild it with the "
-        "GPU's compute capability in TORCH_CUDA_ARCH_LIST";
-  }
-  throw std::runtime_error(message);
-}
 
 void nvfp4_dequantize(const Tensor& packed, const Tensor& block_scales,
                       const Tensor& global_scale, Tensor& out,
@@ -116,10 +74,48 @@ void fp8_dequantize(const Tensor& weight, const Tensor& scales, Tensor& out,
   });
 }
 
+void silu_and_mul(const Tensor& gate_up, Tensor& out) {
+  constexpr const char* kOp = "silu_and_mul";
+  const SiluAndMulArgs args = silu_and_mul_args(gate_up, out);
+  if (args.rows == 0 || args.columns == 0) return;
+  const DeviceStream stream(gate_up);
+  for_output_format(args.format, [&](auto f) {
+    using Format = decltype(f);
+    using Storage = typename Format::Storage;
+    const auto run = [&]<bool kVector>() {
+      const int64_t units = args.columns / (kVector ? 8 : 1);
+      const int64_t total = args.rows * units;
+      if (total > 0xffffffff) {
+        fail_argument(std::string(kOp) + ": out has " +
+                      std::to_string(args.rows * args.columns) +
+                      " elements, too many for one launch; pass fewer rows");
+      }
+      const SiluAndMulParams<Format> params{
+          static_cast<const Storage*>(args.gate_up),
+          static_cast<Storage*>(args.out), args.out_stride,
+          static_cast<u32>(units), static_cast<u32>(total)};
+      const dim3 grid = checked_grid(kOp, ceil_div(total, kSiluAndMulThreads));
+      check_launch(kOp, launch<&silu_and_mul_kernel<Format, kVector>>(
+                            grid, stream, params));
+    };
+    const auto aligned = [](const void* pointer) {
+      return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+    };
+    // 8 elements are 16 or 32 bytes.
+    if (args.columns % 8 == 0 && args.out_stride % 8 == 0 &&
+        aligned(args.gate_up) && aligned(args.out)) {
+      run.template operator()<true>();
+    } else {
+      run.template operator()<false>();
+    }
+  });
+}
+
 }  // namespace
 }  // namespace vllm::sm70
 
 STABLE_TORCH_LIBRARY_IMPL(_sm70_C, CUDA, m) {
   m.impl("nvfp4_dequantize", TORCH_BOX(&vllm::sm70::nvfp4_dequantize));
   m.impl("fp8_dequantize", TORCH_BOX(&vllm::sm70::fp8_dequantize));
+  m.impl("silu_and_mul", TORCH_BOX(&vllm::sm70::silu_and_mul));
 }

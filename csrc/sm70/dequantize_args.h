@@ -51,6 +51,81 @@ inline OutputFormat check_tile(const char* op, const Tensor& out,
   }
 }
 
+// An NVFP4 weight [rows, columns], checked.
+struct Nvfp4Weight {
+  const u8* packed;        // [rows, columns / 2]
+  const u8* block_scales;  // [rows, columns / 16]
+  const float* global_scale;
+  int64_t rows;
+  int64_t columns;
+};
+
+inline Nvfp4Weight nvfp4_weight(const char* op, const Tensor& packed,
+                                const Tensor& block_scales,
+                                const Tensor& global_scale) {
+  const Argument weight(op, "packed", packed);
+  weight.dtype({ScalarType::Byte}).matrix("[N, K / 2]").contiguous();
+  const int64_t columns = packed.size(1) * 2;
+  check_columns(weight, columns);
+  Argument(op, "block_scales", block_scales)
+      .dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte})
+      .shape(packed.size(0), columns / kNvfp4Block,
+             "[N, K / 16] for this packed")
+      .contiguous()
+      .same_device("packed", packed);
+  Argument(op, "global_scale", global_scale)
+      .dtype({ScalarType::Float})
+      .one_element()
+      .same_device("packed", packed);
+  return {static_cast<const u8*>(packed.const_data_ptr()),
+          static_cast<const u8*>(block_scales.const_data_ptr()),
+          static_cast<const float*>(global_scale.const_data_ptr()),
+          packed.size(0), columns};
+}
+
+// An FP8 E4M3 weight [rows, columns], checked.
+struct Fp8Weight {
+  const u8* codes;       // [rows, columns]
+  const float* scales;   // [ceil(rows / 128), scale_stride], or [rows, 1]
+  bool block_scales;     // the first of the two
+  int64_t scale_stride;  // ceil(columns / 128)
+  int64_t rows;
+  int64_t columns;
+};
+
+inline Fp8Weight fp8_weight(const char* op, const Tensor& weight,
+                            const Tensor& scales) {
+  const Argument weight_argument(op, "weight", weight);
+  weight_argument.dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte})
+      .matrix("[N, K]")
+      .contiguous();
+  const int64_t rows = weight.size(0);
+  const int64_t columns = weight.size(1);
+  check_columns(weight_argument, columns);
+  const int64_t block_rows = (rows + kFp8Block - 1) / kFp8Block;
+  const int64_t block_columns = (columns + kFp8Block - 1) / kFp8Block;
+  const Argument scales_argument(op, "scales", scales);
+  scales_argument.dtype({ScalarType::Float})
+      .contiguous()
+      .same_device("weight", weight);
+  // The two shapes are the same only where N = 1, and so are the scales.
+  const bool block_scales =
+      scales_argument.has_shape(block_rows, block_columns);
+  if (!block_scales && !scales_argument.has_shape(rows, 1)) {
+    scales_argument.fail("must have shape [" + std::to_string(block_rows) +
+                         ", " + std::to_string(block_columns) +
+                         "], one for each block of 128 x 128, or [" +
+                         std::to_string(rows) + ", 1], one for each row; got " +
+                         shape_text(scales));
+  }
+  return {static_cast<const u8*>(weight.const_data_ptr()),
+          static_cast<const float*>(scales.const_data_ptr()),
+          block_scales,
+          block_columns,
+          rows,
+          columns};
+}
+
 struct Nvfp4DequantizeArgs {
   const u8* packed;        // at row_begin
   const u8* block_scales;  // at row_begin
@@ -66,30 +141,17 @@ inline Nvfp4DequantizeArgs nvfp4_dequantize_args(const Tensor& packed,
                                                  const Tensor& out,
                                                  int64_t row_begin) {
   constexpr const char* kOp = "nvfp4_dequantize";
-  const Argument weight(kOp, "packed", packed);
-  weight.dtype({ScalarType::Byte}).matrix("[N, K / 2]").contiguous();
-  const int64_t columns = packed.size(1) * 2;
-  check_columns(weight, columns);
-  Argument(kOp, "block_scales", block_scales)
-      .dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte})
-      .shape(packed.size(0), columns / kNvfp4Block,
-             "[N, K / 16] for this packed")
-      .contiguous()
-      .same_device("packed", packed);
-  Argument(kOp, "global_scale", global_scale)
-      .dtype({ScalarType::Float})
-      .one_element()
-      .same_device("packed", packed);
+  const Nvfp4Weight weight =
+      nvfp4_weight(kOp, packed, block_scales, global_scale);
   const OutputFormat out_format =
-      check_tile(kOp, out, row_begin, "packed", packed, columns);
-  return {static_cast<const u8*>(packed.const_data_ptr()) +
-              row_begin * packed.size(1),
-          static_cast<const u8*>(block_scales.const_data_ptr()) +
-              row_begin * block_scales.size(1),
-          static_cast<const float*>(global_scale.const_data_ptr()),
+      check_tile(kOp, out, row_begin, "packed", packed, weight.columns);
+  const int64_t row_blocks = weight.columns / kNvfp4Block;
+  return {weight.packed + row_begin * (weight.columns / 2),
+          weight.block_scales + row_begin * row_blocks,
+          weight.global_scale,
           out.mutable_data_ptr(),
           out_format,
-          out.size(0) * (columns / kNvfp4Block)};
+          out.size(0) * row_blocks};
 }
 
 struct Fp8DequantizeArgs {
@@ -109,38 +171,16 @@ inline Fp8DequantizeArgs fp8_dequantize_args(const Tensor& weight,
                                              const Tensor& out,
                                              int64_t row_begin) {
   constexpr const char* kOp = "fp8_dequantize";
-  const Argument weight_argument(kOp, "weight", weight);
-  weight_argument.dtype({ScalarType::Float8_e4m3fn, ScalarType::Byte})
-      .matrix("[N, K]")
-      .contiguous();
-  const int64_t rows = weight.size(0);
-  const int64_t columns = weight.size(1);
-  check_columns(weight_argument, columns);
-  const int64_t block_rows = (rows + kFp8Block - 1) / kFp8Block;
-  const int64_t block_columns = (columns + kFp8Block - 1) / kFp8Block;
-  const Argument scales_argument(kOp, "scales", scales);
-  scales_argument.dtype({ScalarType::Float})
-      .contiguous()
-      .same_device("weight", weight);
-  // The two shapes are the same only where N = 1, and so are the scales.
-  const bool block_scales =
-      scales_argument.has_shape(block_rows, block_columns);
-  if (!block_scales && !scales_argument.has_shape(rows, 1)) {
-    scales_argument.fail("must have shape [" + std::to_string(block_rows) +
-                         ", " + std::to_string(block_columns) +
-                         "], one for each block of 128 x 128, or [" +
-                         std::to_string(rows) + ", 1], one for each row; got " +
-                         shape_text(scales));
-  }
+  const Fp8Weight checked = fp8_weight(kOp, weight, scales);
   const OutputFormat out_format =
-      check_tile(kOp, out, row_begin, "weight", weight, columns);
-  return {static_cast<const u8*>(weight.const_data_ptr()) + row_begin * columns,
-          static_cast<const float*>(scales.const_data_ptr()),
-          block_scales,
-          block_columns,
+      check_tile(kOp, out, row_begin, "weight", weight, checked.columns);
+  return {checked.codes + row_begin * checked.columns,
+          checked.scales,
+          checked.block_scales,
+          checked.scale_stride,
           row_begin,
           out.size(0),
-          columns,
+          checked.columns,
           out.mutable_data_ptr(),
           out_format};
 }

@@ -2,52 +2,13 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The CPU side of dequantisation: the formulas of nvfp4_dequantize.cuh and
-// fp8_dequantize.cuh over the widest vectors of the instruction set that this
-// is compiled for. Vector types of GCC and clang, since plain loops over the
-// same formulas are vectorised by one compiler version and left scalar by the
-// next.
-//
-// Compile it with -ffp-contract=off.
+// fp8_dequantize.cuh.
 #pragma once
 
 #include "cpu_kernels.h"
-#include "fp_formats.h"
+#include "lanes_cpu.h"
 
-namespace vllm::sm70 {
-
-namespace cpu {
-#if defined(__AVX512BW__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-using U8Lanes = u8 __attribute__((vector_size(kLanes)));
-using U16Lanes = u16 __attribute__((vector_size(2 * kLanes)));
-using U32Lanes = u32 __attribute__((vector_size(4 * kLanes)));
-using F32Lanes = float __attribute__((vector_size(4 * kLanes)));
-}  // namespace cpu
-
-template <>
-struct FloatOf<cpu::U32Lanes> {
-  using Type = cpu::F32Lanes;
-};
-template <>
-struct BitsOf<cpu::F32Lanes> {
-  using Type = cpu::U32Lanes;
-};
-
-namespace cpu {
-
-SM70_INLINE void store(U32Lanes bits, u32* out) {
-  __builtin_memcpy(out, &bits, sizeof(bits));
-}
-
-SM70_INLINE void store(U32Lanes bits, u16* out) {
-  const U16Lanes narrow = __builtin_convertvector(bits, U16Lanes);
-  __builtin_memcpy(out, &narrow, sizeof(narrow));
-}
+namespace vllm::sm70::cpu {
 
 // Codes first .. first + kLanes - 1 of the 16 that two words hold, in the low
 // bits of the lanes.
@@ -125,5 +86,4 @@ SM70_INLINE void fp8_dequantize(const Fp8Tile& tile,
   }
 }
 
-}  // namespace cpu
-}  // namespace vllm::sm70
+}  // namespace vllm::sm70::cpu

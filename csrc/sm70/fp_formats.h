@@ -125,12 +125,36 @@ SM70_INLINE typename BitsOf<Float>::Type bf16_from_float(Float value) {
 #endif
 }
 
-// What a kernel may write: the storage type, and the rounding to its bits.
+// FP16 -> FP32. The sixteen high bits of `half` must be zero.
+template <class Bits>
+SM70_INLINE typename FloatOf<Bits>::Type float_from_fp16(Bits half) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__ushort_as_half(static_cast<u16>(half)));
+#else
+  // As above: 127 - 15 = 112, the smallest normal number is 2^-14, and the
+  // largest exponent is that of infinity and NaN.
+  const Bits magnitude = (half & 0x7fffu) << 13;
+  const Bits normal = magnitude + (112u << 23);
+  const Bits tiny =
+      bits_from_float(float_from_bits(magnitude + (113u << 23)) - 0x1p-14f);
+  const Bits special = magnitude + (224u << 23);
+  const Bits finite = magnitude < (1u << 23) ? tiny : normal;
+  return float_from_bits((magnitude >= (31u << 23) ? special : finite) |
+                         ((half & 0x8000u) << 16));
+#endif
+}
+
+// A format of inputs and outputs: the storage type, the rounding to its bits,
+// and the value of its bits (which is exact).
 struct Fp16 {
   using Storage = u16;
   template <class Float>
   static SM70_INLINE typename BitsOf<Float>::Type bits(Float value) {
     return fp16_from_float(value);
+  }
+  template <class Bits>
+  static SM70_INLINE typename FloatOf<Bits>::Type value(Bits bits) {
+    return float_from_fp16(bits);
   }
 };
 
@@ -140,6 +164,10 @@ struct Bf16 {
   static SM70_INLINE typename BitsOf<Float>::Type bits(Float value) {
     return bf16_from_float(value);
   }
+  template <class Bits>
+  static SM70_INLINE typename FloatOf<Bits>::Type value(Bits bits) {
+    return float_from_bits(bits << 16);
+  }
 };
 
 struct Fp32 {
@@ -147,6 +175,10 @@ struct Fp32 {
   template <class Float>
   static SM70_INLINE typename BitsOf<Float>::Type bits(Float value) {
     return bits_from_float(value);
+  }
+  template <class Bits>
+  static SM70_INLINE typename FloatOf<Bits>::Type value(Bits bits) {
+    return float_from_bits(bits);
   }
 };
 

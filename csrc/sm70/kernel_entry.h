@@ -6,7 +6,7 @@
 // other kernel header:
 //
 //   SM70_ENTRY(threads, dynamic_shared_bytes, tensor_cores, kernel)
-//     threads               threads of a block
+//     threads               threads of a block; a launch may ask for fewer
 //     dynamic_shared_bytes  dynamic shared memory of a block, bytes
 //     tensor_cores          whether the kernel is meant to run on tensor cores
 //     kernel                its qualified name: vllm::sm70::name<args>
@@ -49,11 +49,16 @@ namespace vllm::sm70 {
 template <auto* kKernel>
 struct Entry;  // defined by SM70_ENTRY alone
 
-// Launches a listed kernel, whose parameter is one struct. Returns the error of
-// the launch itself; errors of the run are asynchronous, as always.
+// Launches a listed kernel, whose parameter is one struct, with blocks of
+// `threads`, at most those of the list. Returns the error of the launch itself;
+// errors of the run are asynchronous, as always.
 template <auto* kKernel, class Params>
-cudaError_t launch(dim3 grid, cudaStream_t stream, const Params& params) {
+cudaError_t launch(dim3 grid, cudaStream_t stream, const Params& params,
+                   int threads = Entry<kKernel>::kThreads) {
   using Launch = Entry<kKernel>;
+  if (threads < 1 || threads > Launch::kThreads) {
+    return cudaErrorInvalidConfiguration;
+  }
   if constexpr (Launch::kDynamicSharedBytes > 48 * 1024) {
     // More than 48 KiB has to be asked for, kernel by kernel.
     const cudaError_t error = cudaFuncSetAttribute(
@@ -61,8 +66,7 @@ cudaError_t launch(dim3 grid, cudaStream_t stream, const Params& params) {
         Launch::kDynamicSharedBytes);
     if (error != cudaSuccess) return error;
   }
-  kKernel<<<grid, Launch::kThreads, Launch::kDynamicSharedBytes, stream>>>(
-      params);
+  kKernel<<<grid, threads, Launch::kDynamicSharedBytes, stream>>>(params);
   return cudaGetLastError();
 }
 

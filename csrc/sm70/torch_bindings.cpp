@@ -11,9 +11,12 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 
 #include "cpu_kernels.h"
 #include "dequantize_args.h"
+#include "linear_args.h"
 
 namespace vllm::sm70 {
 namespace {
@@ -53,6 +56,83 @@ void fp8_dequantize(const Tensor& weight, const Tensor& scales, Tensor& out,
       });
 }
 
+// Calls `multiply(tokens, begin, end)` for all columns [begin, end) of the output
+// and up to kGemmMaxTokens rows at a time, whose x is widened to FP32 before.
+template <class Multiply>
+void multiply_in_slabs(const GemmArgs& args, const Multiply& multiply) {
+  if (args.m == 0 || args.n == 0) return;
+  const cpu::Kernels& kernels = cpu::kernels();
+  const int64_t x_stride = (args.k + cpu::kGemmColumnsStep - 1) /
+                           cpu::kGemmColumnsStep * cpu::kGemmColumnsStep;
+  const int64_t slab = std::min<int64_t>(args.m, cpu::kGemmMaxTokens);
+  const int64_t element = args.format == OutputFormat::kFp32 ? 4 : 2;
+  const std::unique_ptr<float[]> x(new float[slab * x_stride]());
+  for (int64_t first = 0; first < args.m; first += slab) {
+    const int64_t count = std::min(slab, args.m - first);
+    torch::stable::parallel_for(
+        0, count, grain(args.k + 1), [&](int64_t begin, int64_t end) {
+          for (int64_t row = begin; row < end; ++row) {
+            kernels.widen(args.format,
+                          static_cast<const char*>(args.x) +
+                              (first + row) * args.x_stride * element,
+                          x.get() + row * x_stride, args.k);
+          }
+        });
+    const cpu::GemmTokens tokens{
+        x.get(),
+        x_stride,
+        count,
+        args.k,
+        args.bias,
+        static_cast<char*>(args.out) + first * args.out_stride * element,
+        args.out_stride};
+    torch::stable::parallel_for(
+        0, args.n, grain(args.k + 1),
+        [&](int64_t begin, int64_t end) { multiply(tokens, begin, end); });
+  }
+}
+
+// `config` picks among CUDA kernels only.
+void nvfp4_small_gemm(const Tensor& x, const Tensor& packed,
+                      const Tensor& block_scales, const Tensor& global_scale,
+                      const std::optional<Tensor>& bias, Tensor& out, int64_t) {
+  const Nvfp4Gemm args = nvfp4_gemm_args(x, packed, block_scales, global_scale,
+                                         bias, out, /*fp32=*/true);
+  multiply_in_slabs(args.gemm, [&](const cpu::GemmTokens& tokens, int64_t begin,
+                                   int64_t end) {
+    cpu::kernels().nvfp4_gemm(args.gemm.format, tokens, args.weight.packed,
+                              args.weight.block_scales,
+                              *args.weight.global_scale, begin, end);
+  });
+}
+
+void fp8_small_gemm(const Tensor& x, const Tensor& weight, const Tensor& scales,
+                    const std::optional<Tensor>& bias, Tensor& out, int64_t) {
+  const Fp8Gemm args =
+      fp8_gemm_args(x, weight, scales, bias, out, /*fp32=*/true);
+  const cpu::Fp8Tile tile{args.weight.codes,
+                          args.weight.scales,
+                          args.weight.block_scales,
+                          args.weight.scale_stride,
+                          0,
+                          args.weight.columns};
+  multiply_in_slabs(args.gemm, [&](const cpu::GemmTokens& tokens, int64_t begin,
+                                   int64_t end) {
+    cpu::kernels().fp8_gemm(args.gemm.format, tokens, tile, begin, end);
+  });
+}
+
+void silu_and_mul(const Tensor& gate_up, Tensor& out) {
+  const SiluAndMulArgs args = silu_and_mul_args(gate_up, out);
+  if (args.columns == 0) return;
+  const cpu::Kernels& kernels = cpu::kernels();
+  torch::stable::parallel_for(
+      0, args.rows, grain(args.columns), [&](int64_t begin, int64_t end) {
+        kernels.silu_and_mul(args.format, args.gate_up, args.out, args.columns,
+                             args.out_stride, begin, end);
+      });
+}
+
 }  // namespace
 }  // namespace vllm::sm70
 
@@ -69,11 +149,30 @@ STABLE_TORCH_LIBRARY(_sm70_C, m) {
   m.def(
       "fp8_dequantize(Tensor weight, Tensor scales, Tensor(a!) out, "
       "int row_begin=0) -> ()");
+  // out = x @ W^T + bias for few rows of x, W read as it is stored. x [M, K],
+  // bias [N] and out [M, N] have one dtype; x and out may be slices of columns.
+  // config: -1, or for benchmarks a kernel by its number (see
+  // small_gemm_plan.h).
+  m.def(
+      "nvfp4_small_gemm(Tensor x, Tensor packed, Tensor block_scales, "
+      "Tensor global_scale, Tensor? bias, Tensor(a!) out, int config=-1) -> "
+      "()");
+  m.def(
+      "fp8_small_gemm(Tensor x, Tensor weight, Tensor scales, Tensor? bias, "
+      "Tensor(a!) out, int config=-1) -> ()");
+  // out = x @ w^T + bias through cuBLAS, w [N, K] dense; CUDA only. The bits of
+  // a column of out do not depend on N.
+  m.def("gemm_nt(Tensor x, Tensor w, Tensor? bias, Tensor(a!) out) -> ()");
+  // out [M, t] = silu(gate) * up, of gate_up [M, 2 * t]: gates, then ups.
+  m.def("silu_and_mul(Tensor gate_up, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(_sm70_C, CPU, m) {
   m.impl("nvfp4_dequantize", TORCH_BOX(&vllm::sm70::nvfp4_dequantize));
   m.impl("fp8_dequantize", TORCH_BOX(&vllm::sm70::fp8_dequantize));
+  m.impl("nvfp4_small_gemm", TORCH_BOX(&vllm::sm70::nvfp4_small_gemm));
+  m.impl("fp8_small_gemm", TORCH_BOX(&vllm::sm70::fp8_small_gemm));
+  m.impl("silu_and_mul", TORCH_BOX(&vllm::sm70::silu_and_mul));
 }
 
 // `import vllm._sm70_C` loads the library; the module itself is empty.

@@ -369,8 +369,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quant",
         choices=sorted(checkpoint.VARIANTS),
-        default="none",
-        help="the checkpoint that is made",
+        default="nvfp4",
+        help="the checkpoint that is made (%(default)s)",
     )
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="where it is made (%(default)s)"

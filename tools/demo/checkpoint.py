@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from tools.demo import quantize
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Token ids 256, 257, 258: ids below 256 are the bytes themselves."""
 
@@ -209,7 +211,25 @@ def plain(geometry: Geometry) -> Checkpoint:
     return Checkpoint(model_config(geometry), random_tensors(geometry), "BF16")
 
 
-VARIANTS: dict[str, Callable[[Geometry], Checkpoint]] = {"none": plain}
+def nvfp4(geometry: Geometry) -> Checkpoint:
+    """The same weights, the linear layers' in NVFP4 as ModelOpt writes them."""
+    model = plain(geometry)
+    config, tensors = quantize.nvfp4(model.config, model.tensors)
+    return Checkpoint(config, tensors, "NVFP4, the rest BF16")
+
+
+def fp8(geometry: Geometry) -> Checkpoint:
+    """The same weights, the linear layers' in FP8 with block-128 scales."""
+    model = plain(geometry)
+    config, tensors = quantize.fp8(model.config, model.tensors)
+    return Checkpoint(config, tensors, "FP8 E4M3, the rest BF16")
+
+
+VARIANTS: dict[str, Callable[[Geometry], Checkpoint]] = {
+    "none": plain,
+    "nvfp4": nvfp4,
+    "fp8": fp8,
+}
 """Value of ``--quant`` -> how the checkpoint is made. A quantised variant takes
 ``plain``'s tensors, replaces weights and adds its ``quantization_config``."""
 

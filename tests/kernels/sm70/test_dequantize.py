@@ -409,12 +409,29 @@ torch.manual_seed(0)
 nvfp4 = codes(200, 360), codes(200, 45), torch.tensor(0.0123)
 fp8 = codes(200, 720), torch.rand(2, 6)
 state = hashlib.sha256()
+
+def add(out):
+    # A NaN is as good as another.
+    state.update(out.nan_to_num(7).view(torch.uint8).numpy().tobytes())
+
 for dtype in (torch.float16, torch.bfloat16, torch.float32):
     out = torch.empty(200, 720, dtype=dtype)
     for operator, weight in (ops.nvfp4_dequantize, nvfp4), (ops.fp8_dequantize, fp8):
         operator(*weight, out)
-        # A NaN is as good as another.
-        state.update(out.nan_to_num(7).view(torch.uint8).numpy().tobytes())
+        add(out)
+for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    x, bias = torch.randn(7, 720).to(dtype), torch.randn(200).to(dtype)
+    out = torch.empty(7, 200, dtype=dtype)
+    for operator, weight in (
+        (ops.nvfp4_small_gemm, (nvfp4[0], nvfp4[1] & 0x77, nvfp4[2])),
+        (ops.fp8_small_gemm, (fp8[0] & 0x77, fp8[1])),
+    ):
+        operator(x, *weight, bias, out)
+        assert out.isfinite().all()
+        add(out)
+    out = torch.empty(7, 360, dtype=dtype)
+    ops.silu_and_mul(x * 9, out)
+    add(out)
 print(state.hexdigest())
 """
 

@@ -29,7 +29,7 @@ ALLOWED_LIBRARIES = [
 # carry a version (name@GLIBC_2.17).
 ALLOWED_SYMBOLS = re.compile(
     r"(aoti_torch_|torch_|Py|_Py)\w*"
-    r"|(cuda|cublas|__cuda)\w*(@lib(cudart|cublas)\.so\.\d+)?"
+    r"|(cuda|cublas|__cuda)\w*(@lib(cudart|cublas(Lt)?)\.so\.\d+)?"
     r"|\w+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+"
     r"|_ITM_\w+|__gmon_start__|__cxa_finalize"
 )

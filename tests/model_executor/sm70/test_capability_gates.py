@@ -453,7 +453,7 @@ def candidates(monkeypatch, quantization: str, backend: str) -> list[type]:
         ((7, 0), "auto", ["ours", "marlin", "emulation"]),
         ((7, 5), "auto", ["marlin", "emulation"]),
         ((9, 0), "auto", ["marlin", "emulation"]),
-        ((), "auto", ["marlin", "emulation", "ours"]),
+        ((), "auto", ["marlin", "emulation"]),
         # On request anywhere.
         ((7, 0), "sm70", ["ours"]),
         ((9, 0), "sm70", ["ours"]),
@@ -483,6 +483,17 @@ def test_candidates(monkeypatch: pytest.MonkeyPatch, device, backend, expected):
     # Registered for that quantization only.
     assert candidates(monkeypatch, sm70.NVFP4_W4A16, backend) == upstream
     assert candidates(monkeypatch, "mixed_precision", backend) == upstream
+
+
+def test_the_cpu_takes_ours_where_upstream_has_no_candidate(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    register(sm70.NVFP4_W4A4)
+    ours = [KERNELS[sm70.NVFP4_W4A4]]
+    be_device(monkeypatch)
+    assert sm70.add_sm70_kernels([], sm70.NVFP4_W4A4, "auto") == ours
+    be_device(monkeypatch, 9, 0)
+    assert sm70.add_sm70_kernels([], sm70.NVFP4_W4A4, "auto") == []
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_demo_serves_answers_measures_and_stops(mark, tmp_path):
     assert any("processes ended, none left" in line for line in lines)
     assert lines[-1].startswith("done: checkpoint ")
     # Only the folder of the checkpoint and the log asked for stay.
-    assert {p.name for p in tmp_path.iterdir()} == {"kept.log", "hybrid-none"}
+    assert {p.name for p in tmp_path.iterdir()} == {"kept.log", "hybrid-nvfp4"}
 
 
 def test_a_server_that_dies_at_start_up_is_reported(mark, tmp_path):

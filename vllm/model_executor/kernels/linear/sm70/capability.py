@@ -94,14 +94,15 @@ def add_sm70_kernels(
 
     Returns:
         Ours first on a CUDA device below 7.5 or when ``backend`` is "sm70";
-        last on the CPU; otherwise ``kernels`` as it is.
+        ours alone on the CPU where there is no candidate (where there are some,
+        upstream's own table has ours last); otherwise ``kernels`` as it is.
 
     """
     ours = [k for k in _kernels.get(quantization, ()) if k not in kernels]
     if ours and (backend == BACKEND or _is_first_choice()):
         return ours + kernels
-    if ours and current_platform.is_cpu():
-        return kernels + ours
+    if ours and not kernels and current_platform.is_cpu():
+        return ours
     return kernels
 
 

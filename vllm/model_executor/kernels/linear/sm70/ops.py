@@ -8,6 +8,14 @@ nothing and works in a build without it.
 
 import torch
 
+_OPERATORS = (
+    "nvfp4_dequantize",
+    "fp8_dequantize",
+    "nvfp4_small_gemm",
+    "fp8_small_gemm",
+    "gemm_nt",
+    "silu_and_mul",
+)
 _OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _loaded = False
 
@@ -33,8 +41,8 @@ def load() -> None:
         ) from error
     # The operators write into `out` and return nothing: for torch.compile there
     # is nothing to work out.
-    torch.library.register_fake("_sm70_C::nvfp4_dequantize", _returns_nothing)
-    torch.library.register_fake("_sm70_C::fp8_dequantize", _returns_nothing)
+    for name in _OPERATORS:
+        torch.library.register_fake(f"_sm70_C::{name}", _returns_nothing)
     _loaded = True
 
 
@@ -173,6 +181,140 @@ def fp8_dequantize_into(
     """
     load()
     torch.ops._sm70_C.fp8_dequantize(weight, scales, out, row_begin)
+
+
+def nvfp4_small_gemm(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    block_scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: int = -1,
+) -> None:
+    """Write `x @ W^T + bias` into `out`, W read as it is packed.
+
+    For few rows of x: each kernel reads the whole weight once for every 4 rows
+    (M <= 4), 16, 32 or 64 rows. Any M is right; from some M on, dequantising a
+    tile and multiplying with `gemm_nt` is faster.
+
+    W is not rounded: an element is `code * (block_scale * global_scale)`, with
+    the global scale applied to FP32 sums on CUDA, and both products in FP32 on
+    the CPU. Sums are FP32, the bias is added to them, and the result is rounded
+    once. Their order depends on the shapes and the GPU, not on the run.
+
+    Args:
+        x: float16 or bfloat16, on the CPU also float32 [M, K]; rows may have a
+            distance. On CUDA each row starts at a multiple of 16 bytes.
+        packed: uint8 [N, K / 2], as for `nvfp4_dequantize`; on CUDA it starts at
+            a multiple of 8 bytes.
+        block_scales: as for `nvfp4_dequantize`.
+        global_scale: as for `nvfp4_dequantize`.
+        bias: [N] of the dtype of `x`, or None.
+        out: [M, N] of the dtype of `x`, all of it overwritten; it may be a slice
+            of a wider tensor's columns.
+        config: for benchmarks, a CUDA kernel by its number in
+            csrc/sm70/small_gemm.cu; -1 lets the shapes decide.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device, stride or
+            alignment, or K is not a multiple of 16; the message names it.
+
+    """
+    load()
+    torch.ops._sm70_C.nvfp4_small_gemm(
+        x, packed, block_scales, global_scale, bias, out, config
+    )
+
+
+def fp8_small_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    config: int = -1,
+) -> None:
+    """Write `x @ W^T + bias` into `out`, W read as it is stored.
+
+    As `nvfp4_small_gemm`, with W = `code * scale`, the scale applied to FP32
+    sums on CUDA and to the codes in FP32 on the CPU.
+
+    Args:
+        x: as for `nvfp4_small_gemm`.
+        weight: float8_e4m3fn (or its bytes as uint8) [N, K]; on CUDA it starts at
+            a multiple of 16 bytes.
+        scales: as for `fp8_dequantize`.
+        bias: as for `nvfp4_small_gemm`.
+        out: as for `nvfp4_small_gemm`.
+        config: as for `nvfp4_small_gemm`.
+
+    Raises:
+        ValueError: as for `nvfp4_small_gemm`.
+
+    """
+    load()
+    torch.ops._sm70_C.fp8_small_gemm(x, weight, scales, bias, out, config)
+
+
+def gemm_nt(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Write `x @ w^T + bias` into `out` through cuBLAS; CUDA only.
+
+    The bits of an output column do not depend on how many columns are made by
+    one call: K is never split, and the algorithm is chosen from M, K, the dtype,
+    whether there is a bias, the distances of x's and w's rows, and the alignment
+    (up to 16 bytes) of the rows of x, w and out, but not from N. So tiles of any
+    width give the bits of one call, as long as they begin at multiples of 8
+    columns. The bias is added to the FP32 sum, before the one rounding.
+
+    The first call for a device makes a cuBLAS handle: capture CUDA graphs after
+    it. Nothing is allocated on the device.
+
+    Args:
+        x: float16 or bfloat16 [M, K], K > 0; rows may have a distance.
+        w: [N, K] of the dtype of `x`; rows may have a distance.
+        bias: [N] of the dtype of `x`, or None.
+        out: [M, N] of the dtype of `x`, all of it overwritten; it may be a slice
+            of a wider tensor's columns.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or stride; the
+            message names it.
+        RuntimeError: cuBLAS has no algorithm for this, such as for bfloat16
+            below capability 8.0.
+        NotImplementedError: the tensors are not on a CUDA device.
+
+    """
+    load()
+    torch.ops._sm70_C.gemm_nt(x, w, bias, out)
+
+
+def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """Write `silu(gate) * up` into `out`.
+
+    silu is computed in FP32 and rounded to the dtype; so is the product then. On
+    CUDA these are the bits of upstream's SiluAndMul kernel, on the CPU the
+    roundings of its `forward_native`. An element's bits depend on its inputs
+    alone, not on its place.
+
+    Args:
+        gate_up: float16, bfloat16 or float32 [M, 2 * t], contiguous: t gates,
+            then t ups.
+        out: [M, t] of the same dtype, all of it overwritten; it may be a slice
+            of a wider tensor's columns, but must not overlap `gate_up`.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or stride; the
+            message names it.
+
+    """
+    load()
+    torch.ops._sm70_C.silu_and_mul(gate_up, out)
 
 
 def _new_output(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:

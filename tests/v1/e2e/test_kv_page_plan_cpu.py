@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The KV page plan, served on the CPU: same tokens, more of them fit.
+
+Tiny models with random weights are written to a temporary folder. Each run is a
+process of its own, since ``VLLM_KV_PAGE_PLAN`` is read by every process of an
+engine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+
+from vllm.platforms import current_platform
+
+pytestmark = pytest.mark.slow
+
+VOCAB, HIDDEN, FFN, HEAD = 512, 128, 256, 64
+COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=HIDDEN,
+    intermediate_size=FFN,
+    head_dim=HEAD,
+    max_position_embeddings=8192,
+    initializer_range=0.2,
+    tie_word_embeddings=False,
+    eos_token_id=256,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+MASK_TOKEN = 257
+# Only these tokens ever win, so that a random draft is right now and then.
+ACTIVE_TOKENS = 8
+
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main():
+    task = json.load(sys.stdin)
+    llm = LLM(**task["engine"])
+    sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    tokens, cached = [], []
+    for prompts in task["rounds"]:
+        out = llm.generate([dict(prompt_token_ids=p) for p in prompts], sampling)
+        tokens.append([list(o.outputs[0].token_ids) for o in out])
+        cached.append([o.num_cached_tokens for o in out])
+    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    cache = llm.llm_engine.vllm_config.cache_config
+    result = dict(
+        tokens=tokens,
+        cached=cached,
+        capacity=cache.kv_cache_size_tokens,
+        accepted=metrics.get("vllm:spec_decode_num_accepted_tokens"),
+    )
+    print("RESULT " + json.dumps(result))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def should_do_global_cleanup_after_test() -> bool:
+    """Upstream's conftest asks; every engine here is a process of its own."""
+    return False
+
+
+@dataclass
+class Served:
+    tokens: list[list[list[int]]]
+    cached: list[list[int]]
+    capacity: int
+    accepted: int | None
+    log: str
+
+
+def write_tokenizer(folder: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate([*alphabet, "<|endoftext|>", "<|mask|>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, folder / "model.safetensors", metadata=dict(format="pt"))
+
+
+def write_model(folder: Path, model: torch.nn.Module, **config) -> Path:
+    model.bfloat16().save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> Path:
+    """Six gated-delta-net layers and two of full attention, two KV heads."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        **COMMON,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=HEAD,
+        linear_value_head_dim=HEAD,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 2,
+    )
+    folder = tmp_path_factory.mktemp("hybrid")
+    write_model(folder, Qwen3_5ForCausalLM(config), mamba_ssm_dtype="float32")
+    weights = read_weights(folder)
+    weights["lm_head.weight"][ACTIVE_TOKENS:] = 0
+    for name, weight in weights.items():
+        # States that hardly decay, so that a wrong one changes the tokens.
+        if name.endswith("A_log"):
+            weight.fill_(-6)
+    write_weights(folder, weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dflash(tmp_path_factory) -> Path:
+    """A DFlash draft (first version) with three KV heads, so 1.5 times as wide."""
+    folder = tmp_path_factory.mktemp("dflash")
+    heads, kv_heads, layers = 6, 3, 2
+    config = dict(
+        architectures=["DFlashDraftModel"],
+        model_type="qwen3",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=HEAD,
+        max_position_embeddings=8192,
+        dtype="bfloat16",
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        attention_bias=False,
+        block_size=4,
+        num_target_layers=8,
+        layer_types=["full_attention"] * layers,
+        dflash_config=dict(mask_token_id=MASK_TOKEN, target_layer_ids=[1, 2]),
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(1)
+    matrices = dict(
+        q_proj=(heads * HEAD, HIDDEN),
+        k_proj=(kv_heads * HEAD, HIDDEN),
+        v_proj=(kv_heads * HEAD, HIDDEN),
+        o_proj=(HIDDEN, heads * HEAD),
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (HIDDEN, 2 * HIDDEN),
+        "hidden_norm": (HIDDEN,),
+        "norm": (HIDDEN,),
+    }
+    for i in range(layers):
+        layer = f"layers.{i}."
+        shapes |= {f"{layer}self_attn.{n}": s for n, s in matrices.items()}
+        shapes |= {f"{layer}self_attn.{n}": (HEAD,) for n in ("q_norm", "k_norm")}
+        shapes |= {f"{layer}mlp.{n}_proj": (FFN, HIDDEN) for n in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj"] = (HIDDEN, FFN)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[layer + norm] = (HIDDEN,)
+    weights = {
+        f"{name}.weight": (
+            torch.randn(shape) * 0.1 if len(shape) > 1 else torch.ones(shape)
+        ).bfloat16()
+        for name, shape in shapes.items()
+    }
+    write_weights(folder, weights)
+    write_tokenizer(folder)
+    return folder
+
+
+def windowed_config(kv_heads: int, layer_types: list[str]) -> Gemma3TextConfig:
+    rope = dict(rope_type="default", rope_theta=10_000.0)
+    return Gemma3TextConfig(
+        **COMMON,
+        num_hidden_layers=len(layer_types),
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        sliding_window=1024,
+        layer_types=layer_types,
+        query_pre_attn_scalar=HEAD,
+        rope_parameters=dict(sliding_attention=rope, full_attention=rope),
+    )
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> Path:
+    """Sliding-window and full attention in turns; the last two layers of the
+    four add nothing, so that a draft of two layers can be the same function."""
+    torch.manual_seed(2)
+    config = windowed_config(2, ["sliding_attention", "full_attention"] * 2)
+    folder = tmp_path_factory.mktemp("windowed")
+    write_model(folder, Gemma3ForCausalLM(config))
+    weights = read_weights(folder)
+    # What was read counts more than the last token, so that outputs vary.
+    weights["model.embed_tokens.weight"] *= 0.1
+    for layer in (2, 3):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            weights[f"model.layers.{layer}.{name}.weight"].zero_()
+    write_weights(folder, weights)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def perfect_draft(windowed, tmp_path_factory) -> Path:
+    """The same function with full attention and every KV head twice: within the
+    window it guesses every token, from a KV cache of twice the width."""
+    config = windowed_config(4, ["full_attention"] * 2)
+    folder = tmp_path_factory.mktemp("draft")
+    write_model(folder, Gemma3ForCausalLM(config))
+    names = read_weights(folder)
+    weights = {n: w for n, w in read_weights(windowed).items() if n in names}
+    for name, weight in weights.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            heads = weight.view(2, HEAD, HIDDEN).repeat_interleave(2, dim=0)
+            weights[name] = heads.reshape(4 * HEAD, HIDDEN).contiguous()
+    write_weights(folder, weights)
+    return folder
+
+
+def serve(plan: bool, rounds: list[list[list[int]]], **engine) -> Served:
+    engine = dict(
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=4096,
+        max_num_seqs=4,
+        max_num_batched_tokens=1152,
+        gpu_memory_utilization=0.2,
+        disable_log_stats=False,
+    ) | {k: str(v) if isinstance(v, Path) else v for k, v in engine.items()}
+    env = os.environ | dict(
+        VLLM_KV_PAGE_PLAN=str(int(plan)),
+        VLLM_CPU_KVCACHE_SPACE="1",
+        HF_HUB_OFFLINE="1",
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", SERVE],
+        input=json.dumps(dict(engine=engine, rounds=rounds)),
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=600,
+    )
+    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
+    assert run.returncode == 0 and len(lines) == 1, run.stdout[-60000:]
+    return Served(**json.loads(lines[0].removeprefix("RESULT ")), log=run.stdout)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(i * i * 7 + i * (3 + seed) + seed) % 250 for i in range(length)]
+
+
+def test_a_hybrid_with_a_wider_dflash_draft(hybrid, dflash):
+    """Same tokens, as many drafts accepted, and more fits."""
+    engine = dict(
+        model=hybrid,
+        enable_prefix_caching=False,
+        speculative_config=dict(
+            model=str(dflash), method="dflash", num_speculative_tokens=3
+        ),
+    )
+    rounds = [[prompt(700), prompt(1000, 1), prompt(2300, 2)]]
+    on = serve(True, rounds, **engine)
+    off = serve(False, rounds, **engine)
+    assert on.tokens == off.tokens
+    # Random, but the drafts read the same KV: not one guess may differ.
+    assert on.accepted == off.accepted
+    assert on.accepted
+    assert on.capacity > 1.15 * off.capacity
+    assert "KV pages: " in on.log and "avoided: the largest page" in on.log
+    assert "Setting attention block size" not in on.log
+    assert "Setting attention block size" in off.log
+    assert "KV pages: " not in off.log
+
+
+# A prompt, prompts that share its start, and repeats: hits of several lengths.
+SHARED_PREFIXES = [
+    [prompt(2000)],
+    [prompt(1290) + prompt(30, 5), prompt(1700) + prompt(100, 6)],
+    [prompt(2600)],
+    [prompt(2000), prompt(1700) + prompt(100, 6), prompt(1290) + prompt(30, 5)],
+]
+
+
+def hits(served: Served) -> int:
+    return sum(map(sum, served.cached))
+
+
+def test_prefix_caching_of_a_windowed_model_with_a_draft(windowed, perfect_draft):
+    """A plain draft model whose pages are twice as large, prefix caching on."""
+    rounds = [
+        [prompt(700)],
+        [prompt(590) + prompt(30, 5), prompt(690) + prompt(100, 6)],
+        [prompt(700), prompt(690) + prompt(100, 6), prompt(590) + prompt(30, 5)],
+    ]
+    engine = dict(model=windowed, enable_prefix_caching=True)
+    draft = dict(
+        model=str(perfect_draft), method="draft_model", num_speculative_tokens=3
+    )
+    on = serve(True, rounds, **engine, speculative_config=draft)
+    off = serve(False, rounds, **engine, speculative_config=draft)
+    plain = serve(True, rounds, **engine)
+    assert on.tokens == plain.tokens
+    # Sixteen tokens a request: three guessed, one more from the target, four
+    # times; the draft read the right blocks.
+    assert on.accepted is not None and on.accepted >= 0.9 * 6 * 12
+    assert hits(on) >= hits(off) > 0
+    assert on.capacity > off.capacity
+
+
+@pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported())
+    or not current_platform.is_cpu(),
+    reason="FP8 KV on the CPU needs AVX-512 or AMX.",
+)
+def test_prefix_caching_of_a_hybrid_with_two_kv_widths(hybrid):
+    """One full-attention layer keeps BF16 KV next to FP8: states and prefix
+    caching, without a draft, since the CPU cannot serve both."""
+    engine = dict(
+        model=hybrid,
+        kv_cache_dtype="fp8",
+        kv_cache_dtype_skip_layers=["7"],
+        # Seven of the smallest blocks, three and a half of the states'.
+        max_num_batched_tokens=1350,
+    )
+    on = serve(True, SHARED_PREFIXES, enable_prefix_caching=True, **engine)
+    off = serve(False, SHARED_PREFIXES, enable_prefix_caching=True, **engine)
+    uncached = serve(True, SHARED_PREFIXES, enable_prefix_caching=False, **engine)
+    assert on.tokens == off.tokens == uncached.tokens
+    assert hits(on) >= hits(off) > 0 == hits(uncached)
+    assert on.capacity > 1.15 * off.capacity
