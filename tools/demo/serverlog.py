@@ -17,6 +17,9 @@ MEMORY = re.compile(
     "|".join(
         (
             r"Checkpoint size",
+            r"for NVFP4 GEMM",
+            r"KV pages: ",
+            r"tokens takes [\d,.]+ MiB",
             r"Model loading took",
             r"attention block size",
             r"mamba page size",
