@@ -62,4 +62,4 @@ def write(work: Workspace, series: Series, out: Path) -> str:
         f"{start}..{head}",
     )
     count = len(list(out.glob("*.patch")))
-    return f"{count} patches in {out}; apply them to the base with 'git am --keep-non-patch'"
+    return f"{count} patches in {out}; for the base: git am --keep-non-patch"

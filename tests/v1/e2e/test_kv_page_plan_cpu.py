@@ -269,6 +269,9 @@ def serve(plan: bool, rounds: list[list[list[int]]], **engine) -> Served:
         VLLM_CPU_KVCACHE_SPACE="1",
         HF_HUB_OFFLINE="1",
     )
+    # One request at a time: which prompts share a step, and so where their chunks
+    # end, would depend on when each arrives.
+    rounds = [[tokens] for together in rounds for tokens in together]
     run = subprocess.run(
         [sys.executable, "-c", SERVE],
         input=json.dumps(dict(engine=engine, rounds=rounds)),
