@@ -166,7 +166,7 @@ class Scratch:
 
         Yields:
             For each lane a context whose work is ordered after the caller's and
-            after the lane's own earlier work. The caller's later work waits for
+            after all lanes' earlier work. The caller's later work waits for
             all of them. On the CPU everything runs in order anyway.
 
         """
@@ -176,14 +176,19 @@ class Scratch:
         caller = torch.cuda.current_stream(self.device)
         while len(self._streams) < count:
             self._streams.append(torch.cuda.Stream(self.device))
-        streams = self._streams[:count]
         fork = caller.record_event()
-        for stream in streams:
+        for stream in self._streams:
             stream.wait_event(fork)
+        # Plans cut the memory at different places, so a lane's part may be what a
+        # caller on another stream still uses in any lane.
+        earlier = [stream.record_event() for stream in self._streams]
+        for stream in self._streams:
+            for event in earlier:
+                stream.wait_event(event)
         try:
-            yield [torch.cuda.stream(stream) for stream in streams]
+            yield [torch.cuda.stream(stream) for stream in self._streams[:count]]
         finally:
-            for stream in streams:
+            for stream in self._streams:
                 caller.wait_event(stream.record_event())
 
 
