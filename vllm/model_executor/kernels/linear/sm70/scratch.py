@@ -9,7 +9,7 @@ same address.
 
 Who uses it when: on CUDA all tiles run on this module's own streams, one for
 each lane, which fork from the caller's stream and are joined before the
-operator returns. A lane's uses are therefore ordered by its stream, even if
+operator returns. At the fork each lane waits for all, so uses are in order even if
 operators are called on several streams at once (shared experts run next to the
 routed ones), and no memory needs `record_stream`. The same holds while a graph
 is captured: the fork draws the lanes into the capture.
