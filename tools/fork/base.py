@@ -146,7 +146,10 @@ def unpack(archive: Path, folder: Path) -> Path:
     """Unpack a source release; returns its top folder without generated files."""
     try:
         with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
+            if hasattr(tarfile, "data_filter"):
+                tar.extractall(folder, filter="data")
+            else:  # Python before 3.11.4, as Debian 12 has; the hash is pinned
+                tar.extractall(folder)
     except (tarfile.TarError, OSError) as err:
         raise ForkError(f"{archive.name} cannot be unpacked: {err}") from err
     tops = [path for path in folder.iterdir() if path.is_dir()]
