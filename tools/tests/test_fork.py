@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,18 @@ def test_tree_holds_the_release_byte_for_byte(fork):
         else:
             assert (fork.tree / name).read_bytes() == text.encode(), name
             assert fork.blob(name) == text.encode(), name
+
+
+def test_tree_with_a_python_that_has_no_extraction_filters(fork, monkeypatch):
+    extract = tarfile.TarFile.extractall
+
+    def of_311_2(self, path=".", members=None, *, numeric_owner=False):
+        return extract(self, path, members, numeric_owner=numeric_owner)
+
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    monkeypatch.setattr(tarfile.TarFile, "extractall", of_311_2)
+    assert fork.run("tree") == 0
+    assert fork.blob("vllm/engine.py") == BASE_FILES["vllm/engine.py"].encode()
 
 
 def test_tree_twice_changes_nothing(two_topics, capsys):

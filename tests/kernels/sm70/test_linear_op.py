@@ -4,6 +4,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -556,18 +557,31 @@ def test_graph_replay_with_changed_inputs(tokens: int, gated: bool, warm: bool) 
         assert_same_bits(replayed, run())
 
 
+# Two layers of different shapes cut the one scratch at different places: with equal
+# shapes each lane would meet only itself.
+TWO_LAYERS = [((4096, 1024), 512), ((1536, 2048), 384)]
+
+
+def two_layers(rows: int) -> list[Callable[[], torch.Tensor]]:
+    calls = []
+    for (n, k), width in TWO_LAYERS:
+        weight = make_weight("nvfp4", n, k, "cuda", seed=n)
+        x = random_input(rows, k, "cuda", torch.float16)
+        calls.append(partial(weight, x, width=width))
+    return calls
+
+
 @pytest.mark.cuda
 def test_two_streams_share_the_scratch() -> None:
-    weights = [make_weight("nvfp4", 4096, 1024, "cuda", seed) for seed in range(2)]
-    x = random_input(2048, 1024, "cuda", torch.float16)
-    expected = [weight(x, width=512) for weight in weights]
+    calls = two_layers(2048)
+    expected = [call() for call in calls]
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in weights]
+    streams = [torch.cuda.Stream() for _ in calls]
     results: list[list[torch.Tensor]] = [[], []]
-    for _ in range(10):
-        for weight, stream, result in zip(weights, streams, results):
+    for _ in range(20):
+        for call, stream, result in zip(calls, streams, results):
             with torch.cuda.stream(stream):
-                result.append(weight(x, width=512))
+                result.append(call())
     torch.cuda.synchronize()
     for outs, out in zip(results, expected):
         assert all(torch.equal(o, out) for o in outs)
@@ -575,9 +589,8 @@ def test_two_streams_share_the_scratch() -> None:
 
 @pytest.mark.cuda
 def test_two_streams_in_one_capture() -> None:
-    weights = [make_weight("nvfp4", 4096, 1024, "cuda", seed) for seed in range(2)]
-    x = random_input(512, 1024, "cuda", torch.float16)
-    expected = [weight(x, width=512) for weight in weights]
+    calls = two_layers(512)
+    expected = [call() for call in calls]
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -585,8 +598,8 @@ def test_two_streams_in_one_capture() -> None:
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            second = weights[1](x, width=512)
-        first = weights[0](x, width=512)
+            second = calls[1]()
+        first = calls[0]()
         main.wait_stream(side)
     for _ in range(5):
         graph.replay()
