@@ -26,12 +26,12 @@ deviation of any of them is given at the end, to tell a difference from noise.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from sm70_timing import copy_rate, time_calls
 
 from vllm.model_executor.kernels.linear.sm70 import ops
 
@@ -58,11 +58,10 @@ KERNELS = {
     "fp8-block": [1, 2, 3, 4, 5, 6, 20, 21, 22, 23],
     "fp8-row": [1, 2, 3, 4, 5, 6, 20, 21, 22, 23],
 }
-REPLAYS = 7
 
 
 class Timer:
-    """Times calls by graph replay, and remembers how far the replays differed."""
+    """Times calls, and remembers how far the measurements differed."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -70,27 +69,9 @@ class Timer:
 
     def __call__(self, runs: list[Callable[[], object]]) -> float:
         """Return the seconds of one call, calling each of `runs` in turn."""
-        for run in runs:
-            run()
-        calls = max(self.calls, len(runs))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(calls):
-                runs[i % len(runs)]()
-        graph.replay()
-        times = []
-        for _ in range(REPLAYS):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / calls)
-        median = statistics.median(times)
-        deviation = max(abs(time / median - 1) for time in times)
-        self.worst_deviation = max(self.worst_deviation, deviation)
-        return median
+        timing = time_calls(runs, max(self.calls, len(runs)), "cuda")
+        self.worst_deviation = max(self.worst_deviation, timing.deviation)
+        return timing.seconds
 
 
 @dataclass
@@ -148,16 +129,6 @@ def make_weights(kind: str, columns: int, rows: int) -> list[Weight]:
     while sum(w.nbytes for w in weights) < 4 * l2:
         weights.append(weight())
     return weights
-
-
-def copy_rate(timer: Timer) -> float:
-    """Return bytes read and written per second by a copy of 1 GiB."""
-    source = torch.randn(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    # In a graph copy_ is a memcpy node, which a Hopper GPU runs at two thirds of
-    # what a kernel moves; the faster one is the ceiling.
-    calls = [partial(target.copy_, source), partial(torch.neg, source, out=target)]
-    return 2 * source.nbytes / min(timer([call]) for call in calls)
 
 
 def compare(
@@ -256,7 +227,7 @@ def main() -> None:
         parser.error(reason or "no CUDA GPU here")
 
     timer = Timer(options.calls)
-    copy = copy_rate(timer)
+    copy = copy_rate(options.calls, "cuda")
     print(
         f"{torch.cuda.get_device_name()}, {options.dtype}, torch {torch.__version__}, "
         f"copy {copy / 1e9:.0f} GB/s"

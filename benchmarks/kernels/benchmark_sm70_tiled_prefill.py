@@ -30,14 +30,13 @@ and peaks are not measured.
 import argparse
 import functools
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sm70_timing import copy_rate, time_calls
 
 from vllm.model_executor.kernels.linear.sm70 import linear, ops
 from vllm.model_executor.kernels.linear.sm70.scratch import reset_scratch
@@ -46,7 +45,6 @@ from vllm.model_executor.kernels.linear.sm70.tiling import MIB, TilePlan, plan_t
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FORMATS = ("nvfp4", "fp8-block", "fp8-row")
-REPLAYS = 7
 MAX_SETS = 8
 
 
@@ -106,37 +104,7 @@ class Machine:
 
     def time(self, calls: Sequence[Callable[[], object]]) -> float:
         """Return the seconds of one call; the calls take turns."""
-        rounds = max(1, self.repeats // len(calls))
-        for call in calls:
-            call()
-        if self.on_cuda:
-            return self._time_graph(calls, rounds)
-        times = []
-        for _ in range(rounds):
-            for call in calls:
-                start = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    def _time_graph(self, calls: Sequence[Callable[[], object]], rounds: int) -> float:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(rounds):
-                for call in calls:
-                    call()
-        graph.replay()
-        times = []
-        for _ in range(REPLAYS):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / (rounds * len(calls)))
-        return statistics.median(times)
+        return time_calls(calls, self.repeats, self.device).seconds
 
     def peak_bytes(self, call: Callable[[], torch.Tensor]) -> int:
         """Return the most bytes that a call allocates, its result not counted."""
@@ -161,20 +129,9 @@ def measure_machine(device: str, repeats: int, dtype: torch.dtype) -> Machine:
     machine = Machine(torch.device(device), name, repeats)
     if on_cuda:
         machine.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    machine.copy_bytes_per_s = copy_rate(machine)
+    machine.copy_bytes_per_s = copy_rate(machine.repeats, machine.device)
     machine.operations_per_s = product_rate(machine, dtype)
     return machine
-
-
-def copy_rate(machine: Machine) -> float:
-    """Return bytes read and written in a second by a copy larger than any cache."""
-    size = (1024 if machine.on_cuda else 64) * MIB
-    source = torch.ones(size // 4, dtype=torch.float32, device=machine.device)
-    target = torch.empty_like(source)
-    # In a graph copy_ is a memcpy node, which a Hopper GPU runs at two thirds of
-    # what a kernel moves; the faster one is the ceiling.
-    calls = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
-    return 2 * size / min(machine.time([call]) for call in calls)
 
 
 def product_rate(machine: Machine, dtype: torch.dtype) -> float:
