@@ -8,6 +8,7 @@
 
 #include "cpu_kernels.h"
 #include "dequantize_cpu.h"
+#include "moe_cpu.h"
 #include "silu_and_mul_cpu.h"
 #include "small_gemm_cpu.h"
 
@@ -68,10 +69,39 @@ void silu_and_mul_table(OutputFormat format, const void* gate_up, void* out,
   });
 }
 
+void moe_activate_table(OutputFormat format, MoeActivation activation,
+                        const float* gate, const float* up, float factor,
+                        void* out, i64 count) {
+  for_output_format(format, [&](auto f) {
+    using Format = decltype(f);
+    moe_activate<Format>(activation, gate, up, factor,
+                         static_cast<typename Format::Storage*>(out), count);
+  });
+}
+
+void moe_weigh_table(OutputFormat format, const float* in, float factor,
+                     void* out, i64 count) {
+  for_output_format(format, [&](auto f) {
+    using Format = decltype(f);
+    moe_weigh<Format>(in, factor, static_cast<typename Format::Storage*>(out),
+                      count);
+  });
+}
+
+void moe_sum_table(OutputFormat format, const void* const* rows, i64 row_count,
+                   void* out, i64 count) {
+  for_output_format(format, [&](auto f) {
+    using Format = decltype(f);
+    moe_sum<Format>(rows, row_count,
+                    static_cast<typename Format::Storage*>(out), count);
+  });
+}
+
 }  // namespace
 
 extern const Kernels SM70_CPU_TABLE = {
     nvfp4_dequantize_table, fp8_dequantize_table, nvfp4_gemm_table,
-    fp8_gemm_table,         widen_table,          silu_and_mul_table};
+    fp8_gemm_table,         widen_table,          silu_and_mul_table,
+    moe_activate_table,     moe_weigh_table,      moe_sum_table};
 
 }  // namespace vllm::sm70::cpu

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "fp_formats.h"
+#include "moe_activation.h"
 
 namespace vllm::sm70::cpu {
 
@@ -59,6 +60,17 @@ struct Kernels {
   // Rows [begin, end); a row of gate_up has `columns` gates, then as many ups.
   void (*silu_and_mul)(OutputFormat format, const void* gate_up, void* out,
                        i64 columns, i64 out_stride, i64 begin, i64 end);
+  // out = activation(factor * gate) * (factor * up), `count` numbers; without
+  // `up` where the activation has no gate.
+  void (*moe_activate)(OutputFormat format, MoeActivation activation,
+                       const float* gate, const float* up, float factor,
+                       void* out, i64 count);
+  // out = factor * in, `count` numbers.
+  void (*moe_weigh)(OutputFormat format, const float* in, float factor,
+                    void* out, i64 count);
+  // out = the sum of `row_count` rows of `count` numbers, in FP32 and in order.
+  void (*moe_sum)(OutputFormat format, const void* const* rows, i64 row_count,
+                  void* out, i64 count);
 };
 
 extern const Kernels kBaseline;

@@ -10,6 +10,7 @@
 // where dequantisation rounds it to FP16.
 #pragma once
 
+#include "fp8_tensor_codes.h"
 #include "kernel_entry.h"
 #include "tensor_gemm.h"
 
@@ -21,9 +22,7 @@ struct Fp8TensorWeight {
   static_assert(128 % Tile::kStageK == 0 && 128 % Tile::kN == 0);
   static constexpr bool kStageScales = kBlockScales;
 
-  struct Chunk {
-    u32 words[4];
-  };
+  using Chunk = Fp8Chunk;
 
   const u8* codes;
   const float* scales;
@@ -36,22 +35,12 @@ struct Fp8TensorWeight {
     return {{words.x, words.y, words.z, words.w}};
   }
 
-  // Elements 0 2 1 3 of each four.
   __device__ __forceinline__ void store(const Chunk& chunk, u16* out) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      u32 pairs[4];
-      decode(chunk.words[2 * i], pairs[0], pairs[1]);
-      decode(chunk.words[2 * i + 1], pairs[2], pairs[3]);
-      *reinterpret_cast<uint4*>(out + 8 * i) =
-          make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
+    store_fp8_chunk<Format>(chunk, out);
   }
 
   __device__ __forceinline__ uint4 permute(uint4 x) const {
-    return make_uint4(
-        __byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632),
-        __byte_perm(x.z, x.w, 0x5410), __byte_perm(x.z, x.w, 0x7632));
+    return permute_like_fp8(x);
   }
 
   __device__ __forceinline__ float stage_scale(int row, int k) const {
@@ -60,32 +49,8 @@ struct Fp8TensorWeight {
   }
 
   __device__ __forceinline__ float finish(float sum, int row) const {
-    const float value = is_same<Format, Fp16> ? sum * 0x1p8f : sum;
+    const float value = sum * kFp8CodeFactor<Format>;
     return kBlockScales ? value : value * __ldg(scales + row);
-  }
-
- private:
-  // Codes 0 and 2 to `even`, 1 and 3 to `odd`; for FP16 times 2^-8.
-  __device__ __forceinline__ void decode(u32 word, u32& even, u32& odd) const {
-    if constexpr (is_same<Format, Fp16>) {
-      u32 pairs[2];
-      half2s_from_e4m3x4(word, pairs);
-      const u32 nan = has_e4m3_nan(word) >> 7;  // ones in NaN bytes
-      if (nan != 0) {
-        pairs[0] |= (nan & 0x00010001u) * 0x7e00u;
-        pairs[1] |= ((nan >> 8) & 0x00010001u) * 0x7e00u;
-      }
-      even = pairs[0];
-      odd = pairs[1];
-    } else {
-      float values[4];
-      floats_from_e4m3x4(word, values);
-      // The upper halves of FP32 numbers that are BF16 numbers.
-      even = __byte_perm(bits_from_float(values[0]), bits_from_float(values[2]),
-                         0x7632);
-      odd = __byte_perm(bits_from_float(values[1]), bits_from_float(values[3]),
-                        0x7632);
-    }
   }
 };
 

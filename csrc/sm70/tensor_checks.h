@@ -34,6 +34,10 @@ inline std::string dtype_name(ScalarType dtype) {
       return "torch.float32";
     case ScalarType::Byte:
       return "torch.uint8";
+    case ScalarType::Int:
+      return "torch.int32";
+    case ScalarType::Long:
+      return "torch.int64";
     case ScalarType::Float8_e4m3fn:
       return "torch.float8_e4m3fn";
     default:

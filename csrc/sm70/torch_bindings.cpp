@@ -165,6 +165,25 @@ STABLE_TORCH_LIBRARY(_sm70_C, m) {
   m.def("gemm_nt(Tensor x, Tensor w, Tensor? bias, Tensor(a!) out) -> ()");
   // out [M, t] = silu(gate) * up, of gate_up [M, 2 * t]: gates, then ups.
   m.def("silu_and_mul(Tensor gate_up, Tensor(a!) out) -> ()");
+  // A mixture of experts: see moe_args.h for the tensors, and for the CPU
+  // implementations moe_ops_cpu.cpp.
+  // sorted_rows: the rows t * k + j of each local expert, expert by expert.
+  m.def(
+      "moe_route(Tensor topk_ids, Tensor? expert_map, Tensor(a!) sorted_rows, "
+      "Tensor(b!) expert_offsets) -> ()");
+  // out[p] = activation of row sorted_rows[p] / k of x with its expert's w13.
+  m.def(
+      "fp8_moe_gate_up(Tensor x, Tensor w13, Tensor w13_scale, "
+      "Tensor sorted_rows, Tensor expert_offsets, Tensor? topk_weights, "
+      "Tensor(a!) out, int activation, int batch_tokens=-1, int config=-1) -> "
+      "()");
+  // out[t] = the sum over j of topk_weights[t, j] * act[p] @ w2^T, in tiles of as
+  // many columns as partial has.
+  m.def(
+      "fp8_moe_down(Tensor act, Tensor w2, Tensor w2_scale, "
+      "Tensor sorted_rows, Tensor expert_offsets, Tensor topk_ids, "
+      "Tensor? expert_map, Tensor? topk_weights, Tensor(a!) partial, "
+      "Tensor(b!) out, int batch_tokens=-1, int config=-1) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(_sm70_C, CPU, m) {

@@ -82,6 +82,19 @@ class Geometry:
         ]
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each MLP, named as in ``config.json``.
+
+    Every expert, the shared one too, is as narrow as a block of FP8 scales.
+    """
+
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 128
+    shared_expert_intermediate_size: int = 128
+
+
 @dataclass
 class Checkpoint:
     """``config.json`` as a dict, and every tensor under its name in the file."""
@@ -93,7 +106,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
 
 
-def model_config(geometry: Geometry) -> dict[str, Any]:
+def model_config(geometry: Geometry, experts: Experts | None = None) -> dict[str, Any]:
     """Return ``config.json`` of an unquantised BF16 model of this geometry.
 
     BF16 with an FP32 recurrent state, as released. It serves without a flag
@@ -101,9 +114,10 @@ def model_config(geometry: Geometry) -> dict[str, Any]:
     upstream's gated delta net on the CPU takes nothing but BF16.
     """
     return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+        "architectures": [f"Qwen3_5{'Moe' if experts else ''}ForCausalLM"],
+        "model_type": f"qwen3_5{'_moe' if experts else ''}_text",
         **asdict(geometry),
+        **(asdict(experts) if experts else {}),
         "layer_types": geometry.layer_types,
         "attn_output_gate": True,
         "bos_token_id": None,
@@ -134,7 +148,9 @@ def uniform(name: str, shape: tuple[int, ...], low: float, high: float) -> torch
     return torch.from_numpy(values.reshape(shape))
 
 
-def random_tensors(geometry: Geometry) -> dict[str, torch.Tensor]:
+def random_tensors(
+    geometry: Geometry, experts: Experts | None = None
+) -> dict[str, torch.Tensor]:
     """Return every tensor of the model, BF16 but for ``A_log`` (FP32).
 
     Linear weights are [N, K] with variance 1/K, so activations stay near one
@@ -152,6 +168,11 @@ def random_tensors(geometry: Geometry) -> dict[str, torch.Tensor]:
     def linear(name: str, n: int, k: int) -> None:
         bound = math.sqrt(3 / k)
         tensors[name] = uniform(name, (n, k), -bound, bound).bfloat16()
+
+    def mlp(name: str, width: int) -> None:
+        linear(f"{name}.gate_proj.weight", width, g.hidden_size)
+        linear(f"{name}.up_proj.weight", width, g.hidden_size)
+        linear(f"{name}.down_proj.weight", g.hidden_size, width)
 
     def near(name: str, size: int, centre: float) -> None:
         tensors[name] = uniform(name, (size,), centre - 0.1, centre + 0.1).bfloat16()
@@ -190,9 +211,15 @@ def random_tensors(geometry: Geometry) -> dict[str, torch.Tensor]:
             linear(f"{attn}.o_proj.weight", g.hidden_size, q_dim)
             near(f"{attn}.q_norm.weight", g.head_dim, 0.0)
             near(f"{attn}.k_norm.weight", g.head_dim, 0.0)
-        linear(f"{layer}.mlp.gate_proj.weight", g.intermediate_size, g.hidden_size)
-        linear(f"{layer}.mlp.up_proj.weight", g.intermediate_size, g.hidden_size)
-        linear(f"{layer}.mlp.down_proj.weight", g.hidden_size, g.intermediate_size)
+        if experts is None:
+            mlp(f"{layer}.mlp", g.intermediate_size)
+        else:
+            moe = f"{layer}.mlp"
+            linear(f"{moe}.gate.weight", experts.num_experts, g.hidden_size)
+            for expert in range(experts.num_experts):
+                mlp(f"{moe}.experts.{expert}", experts.moe_intermediate_size)
+            mlp(f"{moe}.shared_expert", experts.shared_expert_intermediate_size)
+            linear(f"{moe}.shared_expert_gate.weight", 1, g.hidden_size)
         # These norms scale by 1 + weight.
         near(f"{layer}.input_layernorm.weight", g.hidden_size, 0.0)
         near(f"{layer}.post_attention_layernorm.weight", g.hidden_size, 0.0)
@@ -225,13 +252,27 @@ def fp8(geometry: Geometry) -> Checkpoint:
     return Checkpoint(config, tensors, "FP8 E4M3, the rest BF16")
 
 
+def fp8_moe(geometry: Geometry) -> Checkpoint:
+    """A mixture of experts in FP8 with block-128 scales, each expert's by itself.
+
+    The router and the shared expert's gate stay BF16, as released.
+    """
+    experts = Experts()
+    config, tensors = quantize.fp8(
+        model_config(geometry, experts), random_tensors(geometry, experts)
+    )
+    return Checkpoint(config, tensors, "FP8 E4M3 mixture of experts, the rest BF16")
+
+
 VARIANTS: dict[str, Callable[[Geometry], Checkpoint]] = {
     "none": plain,
     "nvfp4": nvfp4,
     "fp8": fp8,
+    "fp8-moe": fp8_moe,
 }
 """Value of ``--quant`` -> how the checkpoint is made. A quantised variant takes
-``plain``'s tensors, replaces weights and adds its ``quantization_config``."""
+``plain``'s tensors (the mixture of experts its own), replaces weights and adds its
+``quantization_config``."""
 
 
 def byte_alphabet() -> list[str]:

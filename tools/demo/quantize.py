@@ -24,6 +24,12 @@ ACTIVATION_AMAX = 32.0
 KEPT = ("lm_head", "in_proj_a", "in_proj_b", "conv1d", "embed_tokens", "norm")
 """Parts of the names of what stays BF16, as in released checkpoints."""
 
+UNCONVERTED = tuple(
+    f"{name}.weight"
+    for name in ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate")
+)
+"""Ends of the names of linear weights that an FP8 checkpoint lists as BF16."""
+
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -169,7 +175,7 @@ def fp8(
         "modules_to_not_convert": sorted(
             name.removesuffix(".weight")
             for name in tensors
-            if name.endswith(("in_proj_a.weight", "in_proj_b.weight"))
+            if name.endswith(UNCONVERTED)
         )
         + ["lm_head"],
     }

@@ -106,6 +106,20 @@ def add_sm70_kernels(
     return kernels
 
 
+def moe_backend(requested: str) -> str:
+    """The MoE backend that FP8 experts will get, as far as it can be told early.
+
+    Args:
+        requested: the value of ``moe_backend``.
+
+    Returns:
+        "sm70" for "auto" on a CUDA device below 7.5, where no other backend has
+        FP8 experts; otherwise ``requested``.
+
+    """
+    return BACKEND if requested == "auto" and _is_first_choice() else requested
+
+
 _MODELOPT_ALGORITHMS = {
     "FP8": FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": FP8,
