@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The batches that a profile runs: which ones, and as what the scheduler sends.
+
+Pure functions of numbers and specs; nothing here touches a device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
+
+MIDDLE = 16
+"""Requests of the batch between the longest and the shortest prompts."""
+
+_VOCABULARY = 250
+_PREFIX = "_profile_"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a step of the scheduler.
+
+    Attributes:
+        tokens: most tokens of a step.
+        sequences: most requests of a step.
+        model_len: most tokens of a request, prompt and output together.
+        context: whether a prompt may be split over steps or start after a cached
+            prefix, so that a chunk reads an earlier context.
+        drafts: draft tokens of a request, 0 without speculative decoding.
+        batched: most tokens of a step with the draft's own slots; `tokens` when 0.
+        draft_slots: tokens that a draft adds to each request of a step.
+
+    """
+
+    tokens: int
+    sequences: int
+    model_len: int
+    context: bool
+    drafts: int = 0
+    batched: int = 0
+    draft_slots: int = 0
+
+    def total(self, requests: int) -> int:
+        """Most tokens of a step with `requests` requests, less than one each when
+        there are too many."""
+        batched = (self.batched or self.tokens) - requests * self.draft_slots
+        return min(self.tokens, batched, requests * self.prompt)
+
+    @property
+    def requests(self) -> int:
+        """Most requests of a step, each with a token of its own."""
+        batched = (self.batched or self.tokens) // (1 + self.draft_slots)
+        return max(1, min(self.sequences, self.tokens, batched))
+
+    @property
+    def prompt(self) -> int:
+        """Most tokens of a prompt that is still drafted for: a place is kept for
+        the output, and for the drafts and the token after them."""
+        return max(1, self.model_len - 1 - (self.drafts and self.drafts + 1))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step of prefill: `total` tokens of `requests` prompts of equal lengths.
+
+    Attributes:
+        requests: how many prompts.
+        total: their tokens in this step; the first ones are one longer when it
+            does not divide.
+        context: tokens that each request has computed before.
+
+    """
+
+    requests: int
+    total: int
+    context: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request in this step."""
+        each, longer = divmod(self.total, self.requests)
+        return [each + (i < longer) for i in range(self.requests)]
+
+    @property
+    def name(self) -> str:
+        """Such as "16 x 512", or "1 x 8192 after 57343"."""
+        name = f"{self.requests} x {self.total // self.requests}"
+        return f"{name} after {self.context}" if self.context else name
+
+
+def longest(limits: Limits) -> Batch:
+    """Return the step with the fewest, so the longest, prompts that fill it."""
+    requests = min(limits.requests, cdiv(limits.tokens, limits.prompt))
+    return Batch(requests, max(1, limits.total(requests)))
+
+
+def split(limits: Limits, requests: int) -> Batch:
+    """Return a full step of `requests` prompts, at least as many as `longest`."""
+    requests = max(min(requests, limits.requests), longest(limits).requests)
+    return Batch(requests, max(1, limits.total(requests)))
+
+
+def chunk(limits: Limits) -> Batch | None:
+    """Return the longest chunk at the end of the longest prompt, or None.
+
+    A prompt that is hardly longer than a step gives half of itself to each side.
+    """
+    total = min(limits.total(1), cdiv(limits.prompt, 2))
+    context = limits.prompt - total
+    if not limits.context or context < 1:
+        return None
+    return Batch(1, total, context)
+
+
+def most_requests(limits: Limits, blocks: int, count: Callable[[int], int]) -> int:
+    """Return how many prompts of a full step have room in a KV cache.
+
+    Args:
+        limits: of a step.
+        blocks: of the KV cache, its null block included.
+        count: tokens of a prompt to the blocks that it holds.
+
+    """
+    least = longest(limits).requests
+    for requests in range(limits.requests, least, -1):
+        each, longer = divmod(split(limits, requests).total, requests)
+        held = longer * count(each + 1) + (requests - longer) * count(each)
+        if held <= blocks - 1:
+            return requests
+    return least
+
+
+def _new_request(
+    name: str, length: int, context: int, blocks: tuple[list[int], ...]
+) -> NewRequestData:
+    tokens = [i % _VOCABULARY for i in range(context + length)]
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=tokens,
+        mm_features=[],
+        sampling_params=_sampling(),
+        pooling_params=None,
+        block_ids=blocks,
+        num_computed_tokens=context,
+        lora_request=None,
+        prefill_token_ids=tokens,
+    )
+
+
+def _sampling() -> SamplingParams:
+    """Return what every sampler serves and what allocates most there."""
+    return SamplingParams(
+        temperature=0.9,
+        top_p=0.9,
+        top_k=50,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+        repetition_penalty=1.2,
+        max_tokens=2,
+        detokenize=False,
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch as steps of the scheduler: prefill, one of decode, and the end.
+
+    `decode` is None where the requests have reached the model's length.
+    """
+
+    batch: Batch
+    prefill: SchedulerOutput
+    decode: SchedulerOutput | None
+    end: SchedulerOutput
+
+    @property
+    def decode_name(self) -> str:
+        """Such as "128 x 1 decode", with the drafts that it verifies."""
+        assert self.decode is not None
+        requests = len(self.decode.num_scheduled_tokens)
+        each = self.decode.total_num_scheduled_tokens // requests
+        return f"{requests} x {each} decode"
+
+
+def steps(
+    batch: Batch,
+    limits: Limits,
+    counts: Sequence[Callable[[int], int]],
+    blocks: int,
+) -> Step:
+    """Return `batch` as the scheduler would send it.
+
+    A request holds one block of each KV cache group, as often as it needs blocks,
+    and shares it where there are too few: what is written there is never read for
+    its value, and the throw-away cache stays small. No two groups share a block,
+    since they read the same memory as different types.
+
+    Args:
+        batch: the prompts.
+        limits: of a step.
+        counts: for each KV cache group, tokens of a request to its blocks.
+        blocks: of the KV cache, its null block included.
+
+    Raises:
+        ValueError: there are fewer blocks than groups.
+
+    """
+    each = (blocks - 1) // max(1, len(counts))
+    if not each:
+        raise ValueError(f"{blocks} blocks for {len(counts)} groups and a null block")
+    names = [f"{_PREFIX}{i}" for i in range(batch.requests)]
+    lengths = batch.lengths
+    ahead = 1 + limits.drafts
+
+    prefill = SchedulerOutput.make_empty()
+    prefill.scheduled_new_reqs = [
+        _new_request(
+            name,
+            length,
+            batch.context,
+            tuple(
+                [1 + group * each + i % each] * count(batch.context + length + ahead)
+                for group, count in enumerate(counts)
+            ),
+        )
+        for i, (name, length) in enumerate(zip(names, lengths))
+    ]
+    prefill.num_scheduled_tokens = dict(zip(names, lengths))
+    prefill.total_num_scheduled_tokens = batch.total
+    prefill.num_spec_tokens_to_schedule = limits.drafts
+
+    end = SchedulerOutput.make_empty()
+    end.finished_req_ids = set(names)
+    return Step(batch, prefill, _decode(batch, names, limits), end)
+
+
+def _decode(batch: Batch, names: list[str], limits: Limits) -> SchedulerOutput | None:
+    drafts = limits.drafts
+    ahead = 1 + drafts
+    batched = limits.batched or limits.tokens
+    requests = min(
+        batch.requests, limits.tokens // ahead, batched // (ahead + limits.draft_slots)
+    )
+    computed = [batch.context + length for length in batch.lengths[:requests]]
+    # After prefill one token is sampled, and `ahead` after this step.
+    if not requests or max(computed) + 1 + ahead > limits.model_len:
+        return None
+    names = names[:requests]
+    cached = CachedRequestData.make_empty()
+    cached.req_ids = names
+    cached.num_computed_tokens = computed
+    cached.num_output_tokens = [1] * requests
+    cached.new_block_ids = [None] * requests
+    decode = SchedulerOutput.make_empty()
+    decode.scheduled_cached_reqs = cached
+    decode.num_scheduled_tokens = dict.fromkeys(names, ahead)
+    decode.total_num_scheduled_tokens = ahead * requests
+    decode.num_spec_tokens_to_schedule = drafts
+    if drafts:
+        decode.scheduled_spec_decode_tokens = {name: [0] * drafts for name in names}
+    return decode
