@@ -14,6 +14,7 @@ from vllm.v1.worker.profile_batches import (
     Limits,
     chunk,
     longest,
+    most_chunks,
     most_requests,
     split,
     steps,
@@ -48,7 +49,7 @@ def test_the_longest_prompt(limits, name):
 @pytest.mark.parametrize(
     "limits, requests, name",
     [
-        (SERVER, 16, "16 x 512"),
+        (SERVER, 16, "15 x 513"),
         (SERVER, 128, "128 x 64"),
         (SERVER, 999, "128 x 64"),
         (replace(SERVER, sequences=9999), 9999, "8192 x 1"),
@@ -59,6 +60,50 @@ def test_the_longest_prompt(limits, name):
 )
 def test_many_short_prompts(limits, requests, name):
     assert split(limits, requests).name == name
+
+
+@pytest.mark.parametrize(
+    "limits, requests, name",
+    [
+        (SERVER, 128, "126 x 65"),
+        # The 27B: 154 tokens each are three chunks already.
+        (SERVER, 53, "53 x 154"),
+        (SERVER, 16, "15 x 513"),
+        (SERVER, 64, "63 x 129"),
+        (SERVER, 1, "1 x 8192"),
+        (replace(SERVER, sequences=9999), 9999, "8192 x 1"),
+        # No prompt is longer than a chunk.
+        (replace(SERVER, model_len=65), 128, "128 x 64"),
+        (replace(SERVER, model_len=66), 128, "126 x 65"),
+        (DFLASH, 128, "113 x 65"),
+    ],
+)
+def test_the_most_chunks(limits, requests, name):
+    assert most_chunks(limits, requests).name == name
+
+
+@given(
+    tokens=st.integers(1, 9000),
+    sequences=st.integers(1, 300),
+    model_len=st.integers(1, 9000),
+    requests=st.integers(1, 300),
+    slots=st.integers(0, 8),
+)
+def test_the_most_chunks_can_be_sent(tokens, sequences, model_len, requests, slots):
+    limits = Limits(
+        tokens, sequences, model_len, True, slots, tokens * (1 + slots), slots
+    )
+    batch, equal = most_chunks(limits, requests), split(limits, requests)
+
+    def chunks(batch):
+        return sum(cdiv(length, 64) for length in batch.lengths)
+
+    assert chunks(batch) >= chunks(equal)
+    assert batch == equal or (
+        batch.requests <= equal.requests
+        and batch.total <= limits.total(batch.requests)
+        and max(batch.lengths) == min(batch.lengths) <= limits.prompt
+    )
 
 
 def test_uneven_lengths_fill_the_step():

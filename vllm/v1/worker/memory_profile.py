@@ -33,7 +33,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.allocator_scope import startup_limit_mib, startup_scope
 from vllm.v1.worker.memory_report import StartupMemory
 from vllm.v1.worker.profile_batches import (
@@ -43,6 +43,7 @@ from vllm.v1.worker.profile_batches import (
     Step,
     chunk,
     longest,
+    most_chunks,
     most_requests,
     split,
     steps,
@@ -406,7 +407,11 @@ def profile_batches(worker: "Worker", meter: Meter, memory: int) -> Passes:
     profile = Profile(worker, meter)
     limits = profile.limits
     requests = agree_least(profile.most_requests(memory))
-    batches = [longest(limits), split(limits, requests)]
+    has_states = any(
+        isinstance(group.kv_cache_spec, MambaSpec) for group in profile.groups
+    )
+    many = (most_chunks if has_states else split)(limits, requests)
+    batches = [longest(limits), many]
     if batches[0].requests < MIDDLE < requests:
         batches.append(split(limits, MIDDLE))
     if with_context := chunk(limits):

@@ -19,6 +19,9 @@ from vllm.v1.core.sched.output import (
 MIDDLE = 16
 """Requests of the batch between the longest and the shortest prompts."""
 
+STATE_CHUNK = 64
+"""Tokens that a state kernel takes at once: gated delta nets'."""
+
 _VOCABULARY = 250
 _PREFIX = "_profile_"
 
@@ -105,6 +108,35 @@ def split(limits: Limits, requests: int) -> Batch:
     """Return a full step of `requests` prompts, at least as many as `longest`."""
     requests = max(min(requests, limits.requests), longest(limits).requests)
     return Batch(requests, max(1, limits.total(requests)))
+
+
+def most_chunks(limits: Limits, requests: int) -> Batch:
+    """Return the step of about `requests` prompts that costs state kernels most.
+
+    Their transients grow with the chunks of `STATE_CHUNK` tokens, and a prompt of one
+    token more than some chunks takes another for it: 126 x 65 are 252 chunks, and
+    128 x 64 are 128. Fewer prompts keep fewer states, so each one that is lost has
+    to bring four chunks: 6 MiB are the two states of a request of the 27B class.
+
+    Args:
+        limits: of a step.
+        requests: as for `split`, whose step it is where no other has more chunks.
+
+    """
+    equal = split(limits, requests)
+    each = equal.total // equal.requests
+    shorter = 1 + (each - 1) // STATE_CHUNK * STATE_CHUNK
+    best, chunks = equal, sum(cdiv(n, STATE_CHUNK) for n in equal.lengths)
+    for length in (shorter, shorter + STATE_CHUNK):
+        count = equal.requests
+        while count > 1 and limits.total(count) < count * length:
+            count -= 1
+        if length > min(limits.prompt, limits.total(count)):
+            continue
+        gained = count * cdiv(length, STATE_CHUNK) - chunks
+        if gained > 0 and gained >= 4 * (equal.requests - count):
+            best, chunks = Batch(count, count * length), chunks + gained
+    return best
 
 
 def chunk(limits: Limits) -> Batch | None:

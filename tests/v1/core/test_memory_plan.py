@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The activation formulae and the table: exact figures, then what always holds."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm.platforms.planned_gpu import GPUS, find_gpu
+from vllm.v1.core.memory_plan.activations import (
+    Line,
+    Part,
+    Shape,
+    Sizes,
+    Tiled,
+    attention_part,
+    gdn_part,
+    mlp_part,
+    moe_part,
+    moe_workspace_token,
+    peak_of,
+    resident_bytes,
+    residual_lines,
+    shapes_of,
+    state_part,
+)
+from vllm.v1.core.memory_plan.table import KvNeed, MemoryPlan, Remedy, format_plan
+
+MIB = 2**20
+FP16 = 2
+
+# Qwen3.5-27B's text layers at TP1: hidden 5120, FP16, FP32 states.
+GDN = gdn_part(16, 48, 128, 128, FP16, 4)
+MLP = mlp_part(5120, 17408, 34816, FP16)
+GATE_UP, DOWN = Tiled(17408, 5120, True), Tiled(5120, 17408, False)
+TILED = mlp_part(5120, 17408, 34816, FP16, (GATE_UP, DOWN), gated_at_once=True)
+EAGER = residual_lines(5120, FP16, 4)
+HYBRID = Sizes(FP16, EAGER, (GDN, MLP), 248320)
+
+
+def peak_mib(sizes: Sizes, sequences: int, tokens: int) -> float:
+    return peak_of(sizes, [Shape(sequences, tokens)]).bytes / MIB
+
+
+@pytest.mark.parametrize(
+    ("sequences", "measured"), [(1, 1630), (16, 1720), (128, 2392)]
+)
+def test_the_peaks_that_an_h200_measured(sequences: int, measured: int) -> None:
+    """MiB of real prefills of 8,192 tokens, eager, untiled."""
+    assert round(peak_mib(HYBRID, sequences, 8192)) == measured
+
+
+def test_a_draft_adds_the_hidden_states_it_reads() -> None:
+    """2,029 MiB were measured with a draft that reads five layers."""
+    auxiliary = Line("auxiliary", token=5 * 5120 * FP16)
+    sizes = replace(HYBRID, stream=(*EAGER, auxiliary))
+    assert peak_mib(sizes, 1, 8192) == peak_mib(HYBRID, 1, 8192) + 400
+    assert peak_mib(sizes, 1, 8192) == pytest.approx(2029, abs=1)
+
+
+def test_each_line_of_the_gated_delta_net() -> None:
+    peak = peak_of(HYBRID, [Shape(1, 8192)])
+    lines = {name: size / MIB for name, size in peak.lines}
+    assert peak.part == "gated delta net"
+    assert lines == {
+        "hidden and residual states": 320,
+        "projections (q, k, v, z, twice a and b)": 259,
+        "output": 96,
+        "after the convolution": 160,
+        "q, k, v, decay and its sums, beta": 164.5,
+        "inverse of each chunk": 48,
+        "w and u": 192,
+        "new values, and the kernel's output": 192,
+        "state of each chunk": 192,
+        "states in and out": 6,
+    }
+    assert sum(size for _, size in peak.lines) == peak.bytes
+
+
+def test_an_mlp_and_what_tiles_leave_of_it() -> None:
+    """340 MiB of product and activation become 64 of tiles, at TP1, M=8192."""
+    untiled = peak_mib(Sizes(FP16, (), (MLP,)), 1, 8192)
+    assert untiled == 544 + 272 + 80
+    tiled = Sizes(FP16, (), (TILED,))
+    assert peak_mib(tiled, 1, 8192) == 272 + 80 + 64
+    assert resident_bytes(tiled, 8192) == 40 * MIB
+
+
+def test_the_untiled_control_holds_a_dense_weight_for_each_call() -> None:
+    part = replace(TILED, tiled=(replace(GATE_UP, width=0),))
+    sizes = Sizes(FP16, (), (part,))
+    assert peak_mib(sizes, 1, 8192) == 272 + 80 + 340 + 544
+    assert resident_bytes(sizes, 8192) == 0
+
+
+def test_attention_with_a_gate_and_norms() -> None:
+    plain = attention_part(5120, 8192, 6144, 1024, FP16)
+    assert peak_mib(Sizes(FP16, (), (plain,)), 1, 8192) == 128 + 96 + 80
+    gated = attention_part(5120, 14336, 6144, 1024, FP16, output_gate=True, normed=True)
+    assert peak_mib(Sizes(FP16, (), (gated,)), 1, 8192) == (
+        224 + (96 + 16) + 192 + 96 + 80
+    )
+
+
+def test_experts_stay_in_their_workspaces() -> None:
+    """128 experts of 768, 8 a token, hidden 2048: 16,384 + 16,384 elements."""
+    token = moe_workspace_token(2048, 768, 8, FP16)
+    assert token == 8 * (2048 + 2048) * FP16
+    assert moe_workspace_token(2048, 4096, 8, FP16) == 8 * (8192 + 4096) * FP16
+    sizes = Sizes(FP16, (), (moe_part(2048, 128, FP16),), resident_token=token)
+    assert resident_bytes(sizes, 1024) == 1024 * token
+    assert peak_mib(sizes, 1, 1024) == (128 * 6 + 2 * 2048 * FP16) / 1024
+
+
+def test_the_sampler_decides_with_many_short_sequences() -> None:
+    sizes = replace(HYBRID, parts=(MLP,), logits=248320)
+    peak = peak_of(sizes, [Shape(1024, 8192)])
+    assert peak.part == "sampler"
+    assert peak.bytes == 320 * MIB + 1024 * 248320 * (2 + 12)
+    drafts = replace(sizes, rows_per_sequence=8)
+    assert peak_of(drafts, [Shape(1024, 8192)]).bytes > 7 * peak.bytes
+
+
+def test_another_state_space_layer() -> None:
+    part = state_part(1000, 500, 10_000, FP16)
+    peak = peak_of(Sizes(FP16, (), (part,)), [Shape(3, 100)])
+    assert peak.bytes == 100 * (1000 + 4 * 500) * FP16 + 3 * 2 * 10_000
+
+
+def test_the_shapes_of_a_step() -> None:
+    assert [str(s) for s in shapes_of(8192, 16)] == [
+        "1 x 8192",
+        "2 x 4096",
+        "4 x 2048",
+        "8 x 1024",
+        "16 x 512",
+    ]
+    assert [str(s) for s in shapes_of(100, 3)] == ["1 x 100", "2 x 50", "3 x 34"]
+    assert [s.sequences for s in shapes_of(2, 256)] == [1, 2]
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0), (-5, 2)])
+def test_a_step_without_tokens_is_no_step(tokens: int, sequences: int) -> None:
+    with pytest.raises(ValueError, match="expected at least 1"):
+        list(shapes_of(tokens, sequences))
+
+
+def test_bad_shapes() -> None:
+    with pytest.raises(ValueError, match="a token for each"):
+        Shape(3, 2)
+    with pytest.raises(ValueError, match="no batch shape"):
+        peak_of(HYBRID, [])
+
+
+counts = st.integers(1, 4096)
+small = st.integers(1, 64)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Sizes:
+    hidden, heads = 16 * draw(small), draw(small)
+    parts: list[Part] = [mlp_part(hidden, 8 * hidden, 16 * hidden, FP16)]
+    if draw(st.booleans()):
+        parts.append(
+            gdn_part(heads, 2 * heads, 64, 64, FP16, draw(st.sampled_from([2, 4])))
+        )
+    if draw(st.booleans()):
+        tiled = (Tiled(8 * hidden, hidden, True),)
+        parts.append(mlp_part(hidden, 8 * hidden, 0, FP16, tiled, True))
+    return Sizes(FP16, residual_lines(hidden, FP16, 2), tuple(parts), draw(counts))
+
+
+@given(models(), counts, counts, counts)
+def test_more_tokens_or_sequences_never_take_less(
+    sizes: Sizes, tokens: int, sequences: int, more: int
+) -> None:
+    """Of a whole plan, which looks at every shape up to the limits. A wider
+    product of tiles may hold fewer columns, so tiles are left out here."""
+    sizes = replace(sizes, parts=tuple(p for p in sizes.parts if not p.tiled))
+
+    def peak(tokens: int, sequences: int) -> int:
+        return peak_of(sizes, shapes_of(tokens, sequences)).bytes
+
+    # The most sequences of the larger limit may be between two powers of two.
+    if sequences <= tokens:
+        assert peak(tokens + more, sequences) >= peak(tokens, sequences)
+    assert peak(tokens, sequences + more) >= peak(tokens, sequences)
+
+
+@given(models(), counts, counts)
+def test_a_peak_is_the_sum_of_its_lines_and_the_highest_shape(
+    sizes: Sizes, tokens: int, sequences: int
+) -> None:
+    peak = peak_of(sizes, shapes_of(tokens, sequences))
+    assert sum(size for _, size in peak.lines) == peak.bytes
+    assert (
+        dict(peak.shapes)[peak.shape] == peak.bytes == max(dict(peak.shapes).values())
+    )
+
+
+# ---------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------
+
+KV = KvNeed(
+    request=4410 * MIB,
+    states=294 * MIB,
+    null_block=49 * MIB,
+    page=3_211_264,
+    block_size=784,
+    tokens=156_558,
+    concurrency=2.389,
+)
+
+
+def plan_of(**changes: object) -> MemoryPlan:
+    values: dict = dict(
+        model="m",
+        device="d",
+        total=32768 * MIB,
+        utilization=0.93,
+        requested=30474 * MIB,
+        weights=17982 * MIB,
+        activation=1720 * MIB,
+        activation_shape="16 x 512",
+        activation_part="gated delta net",
+        outside=650 * MIB,
+        budget=10122 * MIB,
+        kv=KV,
+        max_model_len=65536,
+        max_num_seqs=2,
+        max_num_batched_tokens=8192,
+    )
+    return MemoryPlan(**(values | changes))
+
+
+def test_a_plan_that_fits() -> None:
+    lines = format_plan(plan_of()).splitlines()
+    # One column of figures, aligned to the right; remarks behind it.
+    assert {line.index(".") for line in lines[1:8]} == {lines[1].index(".")}
+    assert [" ".join(line.split()) for line in lines] == [
+        "Memory of m on d, MiB (planned, not measured)",
+        "may be used 30,474.0 0.93 of 32,768.0",
+        "weights -17,982.0",
+        "activation peak -1,720.0 batch of 16 x 512, gated delta net",
+        "outside torch -650.0",
+        "left for the KV cache 10,122.0",
+        "needed: 1 request of 65,536 tokens 4,459.0 of it states 294.0",
+        "needed: 2 such requests 8,869.0",
+        "fits: 156,558 tokens in blocks of 784, 2.38 requests of 65,536 tokens",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("budget", "short"), [(4459, 0), (4458, 1), (100, 4359), (0, 4459), (-800, 5259)]
+)
+def test_what_is_short(budget: int, short: int) -> None:
+    plan = plan_of(budget=budget * MIB)
+    assert plan.short == short * MIB
+    assert plan.fits is (short == 0)
+    assert ("SHORT" in format_plan(plan)) is (short > 0)
+
+
+def test_an_explicit_cache_is_held_to_the_same_truth() -> None:
+    limit = 12000 * MIB
+    fits = plan_of(explicit=limit, limit=limit)
+    assert fits.fits
+    assert fits.available == limit
+    assert "at most 12,000.0" in format_plan(fits)
+    over = plan_of(explicit=limit + MIB, limit=limit)
+    assert not over.fits
+    assert over.over == MIB
+    assert "TOO MUCH" in format_plan(over)
+    little = plan_of(explicit=4458 * MIB, limit=limit)
+    assert (little.short, little.over, little.fits) == (MIB, 0, False)
+
+
+def test_all_requests_at_once_are_no_condition() -> None:
+    plan = plan_of(budget=5000 * MIB)
+    assert plan.fits
+    assert plan.short_for_all == (2 * 4410 + 49 - 5000) * MIB
+    assert "2 requests of that length at once lack 3,869.0" in format_plan(plan)
+
+
+def test_remedies_and_their_absence() -> None:
+    short = plan_of(budget=0)
+    assert "more GPUs (--tensor-parallel-size)" in format_plan(short)
+    remedy = Remedy("--max-model-len 100", "the longest that fits")
+    text = format_plan(replace(short, remedies=(remedy,)))
+    assert text.splitlines()[-2:] == [
+        "  to make it fit, any one of:",
+        "    --max-model-len 100  the longest that fits",
+    ]
+
+
+def test_ranks_and_measurements_are_said() -> None:
+    text = format_plan(plan_of(measured=True, rank=3, ranks=4, free=31000 * MIB))
+    assert "(measured at start-up), rank 3 of 4, the tightest" in text
+    assert "31,000.0 free at start" in text
+
+
+def test_json_has_every_figure_and_the_verdict() -> None:
+    plan = plan_of(budget=4000 * MIB, notes=("a note",))
+    values = json.loads(plan.to_json())
+    assert values["short"] == 459 * MIB
+    assert values["fits"] is False
+    assert values["kv"]["request"] == 4410 * MIB
+    assert values["activation_shape"] == "16 x 512"
+    assert values["notes"] == ["a note"]
+
+
+def test_a_model_without_a_cache() -> None:
+    assert plan_of(kv=None).fits
+    assert plan_of(kv=None, budget=-MIB).short == MIB
+    assert "no KV cache" in format_plan(plan_of(kv=None))
+
+
+# ---------------------------------------------------------------------------
+# Cards
+# ---------------------------------------------------------------------------
+
+
+def test_a_card_by_name() -> None:
+    card = find_gpu("V100-32GB")
+    assert card.sm == 70
+    assert 31 * 2**30 < card.total_bytes <= 32 * 2**30
+    assert find_gpu("t4", 10).total_bytes == 10 * 2**30
+    assert find_gpu(None, 24).sm == 80
+
+
+def test_every_card_has_less_than_its_name_says() -> None:
+    for name, card in GPUS.items():
+        size = name.rsplit("-", 1)[-1]
+        if size.endswith("gb"):
+            assert 0.9 < card.total_bytes / (int(size[:-2]) * 2**30) <= 1, name
+        assert 70 <= card.sm <= 90
+
+
+@pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), float("inf")])
+def test_memory_that_is_none(memory: float) -> None:
+    with pytest.raises(ValueError, match="--memory"):
+        find_gpu("v100-32gb", memory)
+
+
+def test_an_unknown_card_lists_the_known() -> None:
+    with pytest.raises(ValueError, match="v100-16gb.*--memory GIB"):
+        find_gpu("v1000")
+    with pytest.raises(ValueError, match="--gpu"):
+        find_gpu(None)

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The activation peak of a batch, from a model's sizes: pure arithmetic.
+
+A step's peak is that of its widest part: one layer's attention, state or MLP, or
+the sampler. Each part is a list of lines, and a line is a buffer that is alive at
+the part's peak, in bytes for each token, sequence or chunk of a state kernel:
+
+    peak(T, n) = max over parts of
+        tokens * T + sequences * n + chunks * n * ceil(ceil(T / n) / chunk) + tiles(T)
+        + the lines that are alive through the whole step
+
+for ``n`` prompts that share ``T`` tokens. What lives through the step is the
+residual stream (with the copies that the model's loop holds) and the target's
+hidden states that a draft reads.
+
+The lines of the gated delta net reproduce what one H200 measured for the 27B
+geometry, FP16, eager, T = 8192: 1,630 MiB as 1 x 8192 and 1,720 as 16 x 512, and
+2,392 as 128 x 64 on a cut of eight layers: 6 MiB for each sequence, the state
+that its kernel starts from and the one it returns. Nothing was measured on a
+V100, and parts without such a figure are counted from the code alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from vllm.model_executor.kernels.linear.sm70.tiling import plan_tiles
+from vllm.utils.math_utils import cdiv
+
+MIB = 2**20
+
+GDN_CHUNK = 64
+"""Tokens that one step of the chunked gated delta rule takes; one state each."""
+
+SAMPLER_BYTES = 4 + 4 + 4
+"""For each logit, beside the model's own: FP32 logits, probabilities, noise."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One buffer, or several of one kind, in bytes."""
+
+    name: str
+    token: int = 0
+    sequence: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A weight that prefill takes in tiles (``sm70/tiling.py``), per rank."""
+
+    columns: int
+    depth: int
+    gated: bool
+    width: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is alive together at one place of a step."""
+
+    name: str
+    lines: tuple[Line, ...]
+    tiled: tuple[Tiled, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the formulae take from a model. Sizes are of one rank.
+
+    Attributes:
+        itemsize: bytes of an activation.
+        stream: lines that live through the step.
+        parts: the parts of the step; equal ones once.
+        logits: elements of one row of logits, the whole vocabulary.
+        rows_per_sequence: rows of logits for a sequence: 1, and one for each
+            draft token.
+        resident_token: bytes for each token of the widest step of buffers that stay:
+            the experts' workspaces, a draft's hidden states.
+        decoder_layers: layers of the target, for the graphs.
+        notes: what the formulae leave out for this model.
+
+    """
+
+    itemsize: int
+    stream: tuple[Line, ...] = ()
+    parts: tuple[Part, ...] = ()
+    logits: int = 0
+    rows_per_sequence: int = 1
+    resident_token: int = 0
+    decoder_layers: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of ``sequences`` prompts that share ``tokens`` tokens evenly."""
+
+    sequences: int
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1 or self.tokens < self.sequences:
+            raise ValueError(
+                f"a batch of {self.sequences} sequences and {self.tokens} tokens: "
+                "expected at least one sequence, and a token for each"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.sequences} x {cdiv(self.tokens, self.sequences)}"
+
+    @property
+    def chunks(self) -> int:
+        return self.sequences * cdiv(cdiv(self.tokens, self.sequences), GDN_CHUNK)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest of all batch shapes, and where it comes from."""
+
+    bytes: int
+    shape: str
+    part: str
+    lines: tuple[tuple[str, int], ...]
+    shapes: tuple[tuple[str, int], ...] = field(default=(), repr=False)
+
+
+def shapes_of(max_num_batched_tokens: int, max_num_seqs: int) -> Iterator[Shape]:
+    """The batches that a step can be: from one long prompt to as many short ones
+    as there may be sequences, each time twice as many.
+
+    Raises:
+        ValueError: a limit is not positive.
+
+    """
+    if max_num_batched_tokens < 1 or max_num_seqs < 1:
+        raise ValueError(
+            f"max_num_batched_tokens={max_num_batched_tokens}, "
+            f"max_num_seqs={max_num_seqs}: expected at least 1 each"
+        )
+    most = min(max_num_seqs, max_num_batched_tokens)
+    sequences = 1
+    while sequences < most:
+        yield Shape(sequences, max_num_batched_tokens)
+        sequences *= 2
+    yield Shape(most, max_num_batched_tokens)
+
+
+def peak_of(sizes: Sizes, shapes: Iterable[Shape]) -> Peak:
+    """The highest peak of any part and shape.
+
+    Raises:
+        ValueError: there is no shape.
+
+    """
+    peaks = [max(_parts(sizes, shape), key=lambda peak: peak.bytes) for shape in shapes]
+    if not peaks:
+        raise ValueError("no batch shape to plan for")
+    highest = max(peaks, key=lambda peak: peak.bytes)
+    return Peak(
+        highest.bytes,
+        highest.shape,
+        highest.part,
+        highest.lines,
+        tuple((peak.shape, peak.bytes) for peak in peaks),
+    )
+
+
+def resident_bytes(sizes: Sizes, tokens: int) -> int:
+    """Bytes that stay behind: the tiles' scratch, workspaces, a draft's buffers."""
+    scratch = [
+        _plan(t, tokens, sizes.itemsize)[0] for p in sizes.parts for t in p.tiled
+    ]
+    return max(scratch, default=0) + sizes.resident_token * tokens
+
+
+def _parts(sizes: Sizes, shape: Shape) -> Iterator[Peak]:
+    always = [(line.name, _bytes(line, shape)) for line in sizes.stream]
+    for part in sizes.parts:
+        lines = [(line.name, _bytes(line, shape)) for line in part.lines]
+        tiles = [_plan(t, shape.tokens, sizes.itemsize)[1] for t in part.tiled]
+        if max(tiles, default=0):
+            lines.append(("tiles of the gate and up product", max(tiles)))
+        yield _peak(shape, part.name, always + lines)
+    rows = shape.sequences * sizes.rows_per_sequence
+    lines = [
+        ("logits", rows * sizes.logits * sizes.itemsize),
+        (
+            "FP32 logits, probabilities and noise",
+            rows * sizes.logits * SAMPLER_BYTES,
+        ),
+    ]
+    yield _peak(shape, "sampler", always + lines)
+
+
+def _peak(shape: Shape, part: str, lines: list[tuple[str, int]]) -> Peak:
+    return Peak(sum(size for _, size in lines), str(shape), part, tuple(lines))
+
+
+def _bytes(line: Line, shape: Shape) -> int:
+    return (
+        line.token * shape.tokens
+        + line.sequence * shape.sequences
+        + line.chunk * shape.chunks
+    )
+
+
+def _plan(tiled: Tiled, rows: int, itemsize: int) -> tuple[int, int]:
+    """(bytes that stay, bytes while the operator runs) of one tiled product."""
+    plan = plan_tiles(
+        tiled.columns,
+        tiled.depth,
+        rows,
+        itemsize,
+        gated=tiled.gated,
+        width=tiled.width,
+    )
+    products = plan.lanes * plan.product_bytes
+    if plan.whole:
+        # The untiled control allocates the dense weight for each call.
+        return 0, plan.scratch_bytes + products
+    return plan.scratch_bytes, products
+
+
+# ---------------------------------------------------------------------------
+# The lines of each kind of layer
+# ---------------------------------------------------------------------------
+
+
+def residual_lines(hidden: int, itemsize: int, copies: int) -> tuple[Line, ...]:
+    """The hidden and the residual stream, ``copies`` tensors [T, hidden]."""
+    return (Line("hidden and residual states", token=copies * hidden * itemsize),)
+
+
+def mlp_part(
+    hidden: int,
+    intermediate: int,
+    product: int,
+    itemsize: int,
+    tiled: tuple[Tiled, ...] = (),
+    gated_at_once: bool = False,
+) -> Part:
+    """An MLP at its second projection; the first one's product is still held.
+
+    Args:
+        hidden: elements of the output.
+        intermediate: elements of the activation, this rank's.
+        product: elements of the first projection: twice that with gate and up.
+        itemsize: bytes of an activation.
+        tiled: the tiled weights.
+        gated_at_once: the product never exists in full.
+
+    """
+    lines = [
+        Line("activation", token=intermediate * itemsize),
+        Line("MLP output", token=hidden * itemsize),
+    ]
+    if not gated_at_once:
+        lines.insert(0, Line("gate and up product", token=product * itemsize))
+    return Part("MLP", tuple(lines), tiled)
+
+
+def attention_part(
+    hidden: int,
+    projected: int,
+    query: int,
+    key: int,
+    itemsize: int,
+    *,
+    output_gate: bool = False,
+    normed: bool = False,
+    tiled: tuple[Tiled, ...] = (),
+) -> Part:
+    """Full or sliding attention at its output projection.
+
+    Args:
+        hidden: elements of the output.
+        projected: elements of query, key, value (and gate) together.
+        query: elements of the queries.
+        key: elements of the keys.
+        itemsize: bytes of an activation.
+        output_gate: the output is multiplied by a gate.
+        normed: queries and keys are normed first, into tensors of their own.
+        tiled: the tiled weights.
+
+    """
+    lines = [Line("query, key and value projection", token=projected * itemsize)]
+    if normed:
+        lines.append(Line("normed query and key", token=(query + key) * itemsize))
+    if output_gate:
+        lines.append(Line("gate, and the gated output", token=2 * query * itemsize))
+    lines += [
+        Line("attention output", token=query * itemsize),
+        Line("output projection", token=hidden * itemsize),
+    ]
+    return Part("attention", tuple(lines), tiled)
+
+
+def gdn_part(
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    itemsize: int,
+    state_itemsize: int,
+    tiled: tuple[Tiled, ...] = (),
+) -> Part:
+    """The chunked gated delta rule at its last kernel, with everything before it
+    still held. Heads are this rank's; a state is [value heads, dim, dim].
+    """
+    keys, values = key_heads * key_dim, value_heads * value_dim
+    state = value_heads * key_dim * value_dim
+    return Part(
+        "gated delta net",
+        (
+            Line(
+                "projections (q, k, v, z, twice a and b)",
+                token=(2 * keys + 2 * values + 4 * value_heads) * itemsize,
+            ),
+            Line("output", token=values * itemsize),
+            Line("after the convolution", token=(2 * keys + values) * itemsize),
+            Line(
+                "q, k, v, decay and its sums, beta",
+                token=(2 * keys + values) * itemsize + 3 * 4 * value_heads,
+            ),
+            Line("inverse of each chunk", token=value_heads * GDN_CHUNK * itemsize),
+            Line("w and u", token=value_heads * (key_dim + value_dim) * itemsize),
+            Line("new values, and the kernel's output", token=2 * values * itemsize),
+            Line("state of each chunk", chunk=state * itemsize),
+            Line("states in and out", sequence=state * (state_itemsize + 4)),
+        ),
+        tiled,
+    )
+
+
+def state_part(projected: int, inner: int, state_bytes: int, itemsize: int) -> Part:
+    """Another state-space layer: projections, four tensors of its inner width, and
+    the states in and out. Counted, not measured."""
+    return Part(
+        "state-space layer",
+        (
+            Line("projections", token=projected * itemsize),
+            Line("scan buffers", token=4 * inner * itemsize),
+            Line("states in and out", sequence=2 * state_bytes),
+        ),
+    )
+
+
+def moe_workspace_token(
+    hidden: int, intermediate: int, top_k: int, itemsize: int
+) -> int:
+    """Bytes of the modular experts' two workspaces for one token: a row for each
+    of its experts, of the wider of product and hidden, then of the wider of
+    activation and hidden."""
+    row = max(2 * intermediate, hidden) + max(intermediate, hidden)
+    return top_k * row * itemsize
+
+
+def moe_part(hidden: int, experts: int, itemsize: int) -> Part:
+    """Routed experts beside their workspaces: router logits, routed and shared
+    output."""
+    return Part(
+        "experts",
+        (
+            Line("router logits", token=experts * (itemsize + 4)),
+            Line("routed and shared output", token=2 * hidden * itemsize),
+        ),
+    )
