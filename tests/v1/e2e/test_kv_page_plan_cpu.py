@@ -2,15 +2,16 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The KV page plan, served on the CPU: same tokens, more of them fit.
 
-Tiny models with random weights are written to a temporary folder. Each run is a
-process of its own, since ``VLLM_KV_PAGE_PLAN`` is read by every process of an
-engine.
+Tiny models with random weights are written to a temporary folder. Each engine is a
+process of its own, forked from one that has imported vLLM: no state is left from
+the engine before, and the import, longer than an engine's whole run, is paid once.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +27,6 @@ from transformers import (
 )
 
 from vllm.platforms import current_platform
-
-pytestmark = pytest.mark.slow
 
 VOCAB, HIDDEN, FFN, HEAD = 512, 128, 256, 64
 COMMON = dict(
@@ -46,31 +45,74 @@ MASK_TOKEN = 257
 # Only these tokens ever win, so that a random draft is right now and then.
 ACTIVE_TOKENS = 8
 
-SERVE = """
-import json, sys
+# Reads a task a line, forks an engine for it, and answers with the exit status.
+SERVER = """
+import faulthandler, json, os, sys, torch, traceback
 from vllm import LLM, SamplingParams
+import vllm.v1.engine.core, vllm.v1.worker.cpu_worker
 
-def main():
-    task = json.load(sys.stdin)
+def tensors(caches):
+    for cache in caches:
+        if isinstance(cache, torch.Tensor):
+            yield cache
+        else:
+            yield from tensors(cache)
+
+def check_views(worker):
+    # The layers whose view reaches beyond the memory that it is a view of. All
+    # memory becomes NaN in BF16, FP8 and FP32: a read of what was never written
+    # changes tokens or guesses.
+    outside = []
+    for i, view in enumerate(tensors(worker.model_runner.kv_caches)):
+        storage = view.untyped_storage()
+        steps = zip(view.shape, view.stride())
+        last = view.storage_offset() + sum((n - 1) * step for n, step in steps)
+        if (last + 1) * view.element_size() > storage.nbytes():
+            outside.append(i)
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
+    return outside
+
+def serve(task):
+    os.environ["VLLM_KV_PAGE_PLAN"] = task["plan"]
     llm = LLM(**task["engine"])
+    [views_outside] = llm.collective_rpc(check_views)
     sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     tokens, cached = [], []
-    for prompts in task["rounds"]:
-        out = llm.generate([dict(prompt_token_ids=p) for p in prompts], sampling)
-        tokens.append([list(o.outputs[0].token_ids) for o in out])
-        cached.append([o.num_cached_tokens for o in out])
+    for prompt in task["prompts"]:
+        [out] = llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        tokens.append(list(out.outputs[0].token_ids))
+        cached.append(out.num_cached_tokens)
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    cache = llm.llm_engine.vllm_config.cache_config
-    result = dict(
+    return dict(
         tokens=tokens,
         cached=cached,
-        capacity=cache.kv_cache_size_tokens,
+        capacity=llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
         accepted=metrics.get("vllm:spec_decode_num_accepted_tokens"),
+        views_outside=views_outside,
     )
-    print("RESULT " + json.dumps(result))
 
-if __name__ == "__main__":
-    main()
+def child(task):
+    log = os.open(task["log"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    # A damaged heap may also hang.
+    faulthandler.dump_traceback_later(180, exit=True)
+    status = 1
+    try:
+        with open(task["result"], "w") as file:
+            json.dump(serve(task), file)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        child(json.loads(line))
+    print("STATUS", os.waitpid(pid, 0)[1], flush=True)
 """
 
 
@@ -82,11 +124,15 @@ def should_do_global_cleanup_after_test() -> bool:
 
 @dataclass
 class Served:
-    tokens: list[list[list[int]]]
-    cached: list[list[int]]
+    tokens: list[list[int]]
+    cached: list[int]
     capacity: int
     accepted: int | None
+    views_outside: list[int]
     log: str
+
+
+Serve = Callable[..., Served]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -254,43 +300,72 @@ def perfect_draft(windowed, tmp_path_factory) -> Path:
     return folder
 
 
-def serve(plan: bool, rounds: list[list[list[int]]], **engine) -> Served:
-    engine = dict(
-        dtype="bfloat16",
-        enforce_eager=True,
-        max_model_len=4096,
-        max_num_seqs=4,
-        max_num_batched_tokens=1152,
-        gpu_memory_utilization=0.2,
-        disable_log_stats=False,
-    ) | {k: str(v) if isinstance(v, Path) else v for k, v in engine.items()}
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory) -> Iterator[Serve]:
+    """Serve prompts on an engine of its own with the page plan on or off."""
+    folder = tmp_path_factory.mktemp("serve")
     env = os.environ | dict(
-        VLLM_KV_PAGE_PLAN=str(int(plan)),
-        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
         HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+        # Kernels' scratchpads lie between other things on the heap, so that a
+        # write beyond one is a crash and not a matter of luck.
+        GLIBC_TUNABLES="glibc.malloc.mmap_threshold=33554432",
     )
-    # One request at a time: which prompts share a step, and so where their chunks
-    # end, would depend on when each arrives.
-    rounds = [[tokens] for together in rounds for tokens in together]
-    run = subprocess.run(
-        [sys.executable, "-c", SERVE],
-        input=json.dumps(dict(engine=engine, rounds=rounds)),
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=600,
-    )
-    lines = [x for x in run.stdout.splitlines() if x.startswith("RESULT ")]
-    assert run.returncode == 0 and len(lines) == 1, run.stdout[-60000:]
-    return Served(**json.loads(lines[0].removeprefix("RESULT ")), log=run.stdout)
+    with (folder / "server.log").open("w") as errors:
+        server = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+    assert server.stdin is not None and server.stdout is not None
+    count = 0
+
+    def run(plan: bool, prompts: list[list[int]], **engine) -> Served:
+        nonlocal count
+        count += 1
+        log, result = folder / f"{count}.log", folder / f"{count}.json"
+        engine = dict(
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=4096,
+            max_num_seqs=4,
+            max_num_batched_tokens=1152,
+            kv_cache_memory_bytes=64 << 20,
+            disable_log_stats=False,
+        ) | {k: str(v) if isinstance(v, Path) else v for k, v in engine.items()}
+        # One prompt at a time: which of them share a step, and so where their
+        # chunks end, would depend on when each arrives; sums are then rounded in
+        # another order, and near ties of the logits flip.
+        task = dict(
+            plan=str(int(plan)),
+            engine=engine,
+            prompts=prompts,
+            log=str(log),
+            result=str(result),
+        )
+        server.stdin.write(json.dumps(task) + "\n")
+        server.stdin.flush()
+        lines = iter(server.stdout.readline, "")
+        status = next((x for x in lines if x.startswith("STATUS ")), "no answer")
+        text = (log if log.exists() else folder / "server.log").read_text()
+        assert status == "STATUS 0\n", f"{status}\n{text[-60000:]}"
+        return Served(**json.loads(result.read_text()), log=text)
+
+    yield run
+    # It holds nothing; an interpreter full of torch takes seconds to leave.
+    server.kill()
+    server.wait()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return [(i * i * 7 + i * (3 + seed) + seed) % 250 for i in range(length)]
 
 
-def test_a_hybrid_with_a_wider_dflash_draft(hybrid, dflash):
+def test_a_hybrid_with_a_wider_dflash_draft(serve, hybrid, dflash):
     """Same tokens, as many drafts accepted, and more fits."""
     engine = dict(
         model=hybrid,
@@ -299,9 +374,10 @@ def test_a_hybrid_with_a_wider_dflash_draft(hybrid, dflash):
             model=str(dflash), method="dflash", num_speculative_tokens=3
         ),
     )
-    rounds = [[prompt(700), prompt(1000, 1), prompt(2300, 2)]]
-    on = serve(True, rounds, **engine)
-    off = serve(False, rounds, **engine)
+    prompts = [prompt(700), prompt(1000, 1), prompt(2300, 2)]
+    on = serve(True, prompts, **engine)
+    off = serve(False, prompts, **engine)
+    assert on.views_outside == off.views_outside == []
     assert on.tokens == off.tokens
     # Random, but the drafts read the same KV: not one guess may differ.
     assert on.accepted == off.accepted
@@ -315,15 +391,18 @@ def test_a_hybrid_with_a_wider_dflash_draft(hybrid, dflash):
 
 # A prompt, prompts that share its start, and repeats: hits of several lengths.
 SHARED_PREFIXES = [
-    [prompt(2000)],
-    [prompt(1290) + prompt(30, 5), prompt(1700) + prompt(100, 6)],
-    [prompt(2600)],
-    [prompt(2000), prompt(1700) + prompt(100, 6), prompt(1290) + prompt(30, 5)],
+    prompt(2000),
+    prompt(1290) + prompt(30, 5),
+    prompt(1700) + prompt(100, 6),
+    prompt(2600),
+    prompt(2000),
+    prompt(1700) + prompt(100, 6),
+    prompt(1290) + prompt(30, 5),
 ]
 
 
 def hits(served: Served) -> int:
-    return sum(map(sum, served.cached))
+    return sum(served.cached)
 
 
 def agreement(one: Served, other: Served) -> float:
@@ -332,27 +411,32 @@ def agreement(one: Served, other: Served) -> float:
     no more agreement than chance."""
     pairs = [
         a == b
-        for ones, others in zip(one.tokens, other.tokens)
-        for tokens, expected in zip(ones, others)
+        for tokens, expected in zip(one.tokens, other.tokens)
         for a, b in zip(tokens, expected)
     ]
     return sum(pairs) / len(pairs)
 
 
-def test_prefix_caching_of_a_windowed_model_with_a_draft(windowed, perfect_draft):
+def test_prefix_caching_of_a_windowed_model_with_a_draft(
+    serve, windowed, perfect_draft
+):
     """A plain draft model whose pages are twice as large, prefix caching on."""
-    rounds = [
-        [prompt(700)],
-        [prompt(590) + prompt(30, 5), prompt(690) + prompt(100, 6)],
-        [prompt(700), prompt(690) + prompt(100, 6), prompt(590) + prompt(30, 5)],
+    prompts = [
+        prompt(700),
+        prompt(590) + prompt(30, 5),
+        prompt(690) + prompt(100, 6),
+        prompt(700),
+        prompt(690) + prompt(100, 6),
+        prompt(590) + prompt(30, 5),
     ]
     engine = dict(model=windowed, enable_prefix_caching=True)
     draft = dict(
         model=str(perfect_draft), method="draft_model", num_speculative_tokens=3
     )
-    on = serve(True, rounds, **engine, speculative_config=draft)
-    off = serve(False, rounds, **engine, speculative_config=draft)
-    plain = serve(True, rounds, **engine)
+    on = serve(True, prompts, **engine, speculative_config=draft)
+    off = serve(False, prompts, **engine, speculative_config=draft)
+    plain = serve(True, prompts, **engine)
+    assert on.views_outside == off.views_outside == plain.views_outside == []
     assert agreement(on, plain) > 0.6
     # Sixteen tokens a request: three guessed, one more from the target, four
     # times; the draft read the right blocks.
@@ -366,7 +450,7 @@ def test_prefix_caching_of_a_windowed_model_with_a_draft(windowed, perfect_draft
     or not current_platform.is_cpu(),
     reason="FP8 KV on the CPU needs AVX-512 or AMX.",
 )
-def test_prefix_caching_of_a_hybrid_with_two_kv_widths(hybrid):
+def test_prefix_caching_of_a_hybrid_with_two_kv_widths(serve, hybrid):
     """One full-attention layer keeps BF16 KV next to FP8: states and prefix
     caching, without a draft, since the CPU cannot serve both."""
     engine = dict(
@@ -379,6 +463,7 @@ def test_prefix_caching_of_a_hybrid_with_two_kv_widths(hybrid):
     on = serve(True, SHARED_PREFIXES, enable_prefix_caching=True, **engine)
     off = serve(False, SHARED_PREFIXES, enable_prefix_caching=True, **engine)
     uncached = serve(True, SHARED_PREFIXES, enable_prefix_caching=False, **engine)
+    assert on.views_outside == off.views_outside == uncached.views_outside == []
     assert agreement(on, uncached) > 0.6
     assert hits(on) >= hits(off) > 0 == hits(uncached)
     assert on.capacity > 1.15 * off.capacity
