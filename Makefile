@@ -1,6 +1,7 @@
 # make demo   first command: install, serve a small hybrid model, ask it, measure it
 # make test   second command: every test that needs no GPU
 # make serve MODEL=folder-or-name [ARGS="--max-model-len 4096"]
+# make gate   the fork against itself, each feature on and off: answers and speed
 # make lint, make format, make tree, make install, make clean
 #
 # Everything is made below build/ and .venv/. DEVICE=cuda builds for the GPU from
@@ -25,7 +26,7 @@ export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_OFFLINE ?= 1
 say = @printf '\n== %s\n' $(1)
 
-.PHONY: help demo serve test test-own test-slow test-upstream lint format tree install clean
+.PHONY: help demo serve gate test test-own test-slow test-upstream lint format tree install clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -67,13 +68,17 @@ demo: $(VENV)/.installed
 serve: $(VENV)/.installed
 	@HF_HUB_OFFLINE=$(if $(wildcard $(MODEL)),1,0) exec $(PY) -m tools.demo.serve '$(MODEL)' $(ARGS)
 
+gate: $(VENV)/.installed
+	$(call say,'gate: each feature on and off')
+	$(PY) -m tools.gate $(ARGS)
+
 test: test-own test-upstream
 
 test-own: $(VENV)/.installed $(VENV)/.test-deps
 	$(call say,'the tests of this repository')
 	$(PY) -m pytest $(ARGS)
 
-# Not in CI: upstream's CPU extension crashes in oneDNN now and then under them.
+# Not in CI: engines end to end, minutes each.
 test-slow: $(VENV)/.installed $(VENV)/.test-deps
 	$(PY) -m pytest -m 'slow and not cuda' $(ARGS)
 

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """``python -m tools.demo``: serve a small hybrid model, ask it, measure it, stop it.
 
-Writes the checkpoint, starts ``vllm serve`` on a free port, sends one chat
-request through the OpenAI client, runs ``vllm bench serve``, prints the server's
-memory lines and stops it. Exit status 0 only if every step worked and nothing
+Starts ``vllm serve`` on a free port with the trained retrieval model (or one with
+random weights, written here), asks it one question through the OpenAI client and
+checks the answer, runs ``vllm bench serve``, prints the server's memory lines and
+stops it. Exit status 0 only if every step worked and nothing
 was left running; 128 + the signal's number after a signal.
 """
 
@@ -25,10 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.needle import task
 from tools.demo import checkpoint, serverlog, settings
 from tools.demo.process import Group, Interrupted, Interrupts
 
-CACHE = Path(__file__).resolve().parents[2] / "build" / "demo"
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / "build" / "demo"
+TRAINED = ROOT / "benchmarks" / "needle" / "checkpoints" / "dense-nvfp4"
+TEXT_TOKENS, TEXT_NEEDLES, TEXT_SEED = 1500, 4, 32
 TAIL_LINES = 25
 
 START_GRACE_S, STOP_GRACE_S = 3.0, 30.0
@@ -160,16 +165,40 @@ def wait_for_health(
         time.sleep(0.5)
 
 
-def chat(url: str, model: str, question: str, progress: Progress) -> None:
+@dataclass(frozen=True)
+class Question:
+    """What is asked, and the whole right answer if there is one."""
+
+    text: str
+    answer: str | None = None
+
+    def shown(self) -> str:
+        """Return the text; of a long one its start, the answer's place, its end."""
+        if self.answer is None or len(self.text) < 300:
+            return self.text
+        place = self.text.index(f" = {self.answer}.")
+        parts = self.text[:40], self.text[place - 30 : place + 40], self.text[-40:]
+        return f"[{len(self.text)} characters] " + " … ".join(parts)
+
+
+def retrieval() -> Question:
+    """Return a text with needles in it and a question for one, always the same."""
+    samples = task.samples("test", TEXT_SEED, TEXT_TOKENS, TEXT_NEEDLES)
+    sample = next(samples)
+    return Question(sample.messages()[0]["content"], sample.turns[0][1])
+
+
+def chat(url: str, model: str, question: Question, progress: Progress) -> None:
     """Stream one chat answer and print it.
 
     Raises:
-        DemoError: the request failed, or ended without a token or a reason.
+        DemoError: the request failed, or ended without a token or a reason, or
+            the answer is not the right one.
     """
     import openai
 
-    tokens, reason = 0, None
-    progress.say(f"    user:      {printable(question)}")
+    tokens, reason, said = 0, None, ""
+    progress.say(f"    user:      {printable(question.shown())}")
     progress.out.write("    assistant: ")
     try:
         client = openai.OpenAI(
@@ -181,7 +210,7 @@ def chat(url: str, model: str, question: str, progress: Progress) -> None:
         )
         stream = client.chat.completions.create(
             model=model,
-            messages=[{"role": "user", "content": question}],
+            messages=[{"role": "user", "content": question.text}],
             max_tokens=64,
             temperature=0,
             stream=True,
@@ -191,6 +220,7 @@ def chat(url: str, model: str, question: str, progress: Progress) -> None:
             if chunk.usage:
                 tokens = chunk.usage.completion_tokens
             for choice in chunk.choices:
+                said += choice.delta.content or ""
                 progress.out.write(printable(choice.delta.content or ""))
                 progress.out.flush()
                 reason = choice.finish_reason or reason
@@ -204,6 +234,14 @@ def chat(url: str, model: str, question: str, progress: Progress) -> None:
             "expected at least one token and stop or length"
         )
     progress.say(f"    {tokens} tokens, finish_reason {reason}")
+    if question.answer is None:
+        return
+    if (said, reason) != (question.answer, "stop"):
+        raise DemoError(
+            f"the answer is {printable(said)!r} ({reason}); expected "
+            f"{question.answer!r} (stop), which is what the text says"
+        )
+    progress.say("    right: that is what the text says")
 
 
 def bench_table(lines: Sequence[str]) -> list[str]:
@@ -282,6 +320,12 @@ def memory_report(url: str, log: Path) -> list[str]:
     return lines
 
 
+def here(folder: Path) -> str:
+    """Return the path, short in what is printed and in the name requests ask for."""
+    below = folder.is_relative_to(Path.cwd())
+    return str(folder.relative_to(Path.cwd()) if below else folder)
+
+
 def demo(
     args: argparse.Namespace,
     progress: Progress,
@@ -294,12 +338,15 @@ def demo(
         DemoError: a step failed.
     """
     model = args.model
-    if model is None:
+    question = Question(args.question or "What is the capital of France?")
+    if model is None and args.quant is None:
+        model = here(TRAINED)
+        if args.question is None:
+            question = retrieval()
+    elif model is None:
         with progress.step("checkpoint", "checkpoint with random weights"):
             folder = checkpoint.write(args.cache / f"hybrid-{args.quant}", args.quant)
-            # Short in what is printed, and in the name that requests ask for.
-            here = folder.is_relative_to(Path.cwd())
-            model = str(folder.relative_to(Path.cwd()) if here else folder)
+            model = here(folder)
             progress.say(f"    {model}")
     elif not (Path(model) / "config.json").is_file():
         raise DemoError(
@@ -325,7 +372,7 @@ def demo(
             server.grace_s = STOP_GRACE_S
         try:
             with progress.step("chat", f"one chat request to {url}/v1"):
-                chat(url, model, args.question, progress)
+                chat(url, model, question, progress)
             with progress.step("bench", "vllm bench serve"):
                 run_bench(
                     server, interrupts, port, model, args.bench_requests, progress
@@ -365,12 +412,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m tools.demo",
         description="Serve a small hybrid model, ask it, measure it, stop it.",
     )
-    parser.add_argument("--model", help="checkpoint's folder (default: made here)")
+    parser.add_argument("--model", help="checkpoint's folder")
     parser.add_argument(
         "--quant",
         choices=sorted(checkpoint.VARIANTS),
-        default="nvfp4",
-        help="the checkpoint that is made (%(default)s)",
+        help="make a checkpoint with random weights (default: the trained one)",
     )
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="where it is made (%(default)s)"
@@ -382,7 +428,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=300.0,
         help="seconds the server may take to start (%(default)s)",
     )
-    parser.add_argument("--question", default="What is the capital of France?")
+    parser.add_argument(
+        "--question", help="ask this (default: the trained one finds a needle)"
+    )
     parser.add_argument("--bench-requests", type=int, default=16, metavar="N")
     parser.add_argument(
         "--keep-log", type=Path, metavar="FILE", help="keep the server's log here"

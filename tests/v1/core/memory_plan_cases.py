@@ -220,10 +220,10 @@ def main() -> None:
     assume_gpu(gpu)
 
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.model_executor.models import registry
+    from vllm.entrypoints.cli.memory_plan import _inspect_models_here
     from vllm.v1.core.memory_plan.planner import Device, Planner
 
-    registry._run_in_subprocess = lambda fn: fn()
+    _inspect_models_here()
     for case in json.load(sys.stdin):
         config = AsyncEngineArgs(**case["engine"]).create_engine_config()
         planner = Planner.of(config, Device(gpu.name, gpu.total_bytes))

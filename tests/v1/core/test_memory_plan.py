@@ -13,6 +13,7 @@ from vllm.platforms.planned_gpu import GPUS, find_gpu
 from vllm.v1.core.memory_plan.activations import (
     Line,
     Part,
+    Peak,
     Shape,
     Sizes,
     Tiled,
@@ -24,10 +25,11 @@ from vllm.v1.core.memory_plan.activations import (
     peak_of,
     resident_bytes,
     residual_lines,
-    shapes_of,
     state_part,
 )
+from vllm.v1.core.memory_plan.planner import peak_of_batches
 from vllm.v1.core.memory_plan.table import KvNeed, MemoryPlan, Remedy, format_plan
+from vllm.v1.worker.profile_batches import Batch, Limits, batches, split
 
 MIB = 2**20
 FP16 = 2
@@ -42,7 +44,7 @@ HYBRID = Sizes(FP16, EAGER, (GDN, MLP), 248320)
 
 
 def peak_mib(sizes: Sizes, sequences: int, tokens: int) -> float:
-    return peak_of(sizes, [Shape(sequences, tokens)]).bytes / MIB
+    return peak_of_batches(sizes, [Batch(sequences, tokens)]).bytes / MIB
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_a_draft_adds_the_hidden_states_it_reads() -> None:
 
 
 def test_each_line_of_the_gated_delta_net() -> None:
-    peak = peak_of(HYBRID, [Shape(1, 8192)])
+    peak = peak_of_batches(HYBRID, [Batch(1, 8192)])
     lines = {name: size / MIB for name, size in peak.lines}
     assert peak.part == "gated delta net"
     assert lines == {
@@ -117,40 +119,52 @@ def test_experts_stay_in_their_workspaces() -> None:
 
 def test_the_sampler_decides_with_many_short_sequences() -> None:
     sizes = replace(HYBRID, parts=(MLP,), logits=248320)
-    peak = peak_of(sizes, [Shape(1024, 8192)])
+    peak = peak_of_batches(sizes, [Batch(1024, 8192)])
     assert peak.part == "sampler"
     assert peak.bytes == 320 * MIB + 1024 * 248320 * (2 + 12)
     drafts = replace(sizes, rows_per_sequence=8)
-    assert peak_of(drafts, [Shape(1024, 8192)]).bytes > 7 * peak.bytes
+    assert peak_of_batches(drafts, [Batch(1024, 8192)]).bytes > 7 * peak.bytes
 
 
 def test_another_state_space_layer() -> None:
     part = state_part(1000, 500, 10_000, FP16)
-    peak = peak_of(Sizes(FP16, (), (part,)), [Shape(3, 100)])
+    peak = peak_of_batches(Sizes(FP16, (), (part,)), [Batch(3, 100)])
     assert peak.bytes == 100 * (1000 + 4 * 500) * FP16 + 3 * 2 * 10_000
 
 
-def test_the_shapes_of_a_step() -> None:
-    assert [str(s) for s in shapes_of(8192, 16)] == [
-        "1 x 8192",
-        "2 x 4096",
-        "4 x 2048",
-        "8 x 1024",
-        "16 x 512",
-    ]
-    assert [str(s) for s in shapes_of(100, 3)] == ["1 x 100", "2 x 50", "3 x 34"]
-    assert [s.sequences for s in shapes_of(2, 256)] == [1, 2]
+def names(limits: Limits, requests: int, has_states: bool) -> list[str]:
+    return [batch.name for batch in batches(limits, requests, has_states)]
 
 
-@pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0), (-5, 2)])
-def test_a_step_without_tokens_is_no_step(tokens: int, sequences: int) -> None:
-    with pytest.raises(ValueError, match="expected at least 1"):
-        list(shapes_of(tokens, sequences))
+def test_the_batches_that_start_up_runs() -> None:
+    limits = Limits(tokens=8192, sequences=128, model_len=65536, context=True)
+    long, after = "1 x 8192", "1 x 8192 after 57343"
+    assert names(limits, 128, False) == [long, "128 x 64", "16 x 512", after]
+    assert names(limits, 128, True) == [long, "126 x 65", "16 x 512", after]
+    assert names(limits, 16, False) == [long, "16 x 512", after]
+    assert names(limits, 1, True) == [long, after]
+    short = replace(limits, model_len=1025, context=False)
+    assert names(short, 4, True) == ["8 x 1024"]
 
 
-def test_bad_shapes() -> None:
+def test_a_prompt_beyond_a_chunk_takes_another_state() -> None:
+    """126 x 65 are 252 chunks; 128 x 64 are 128, and two tokens more."""
+    assert Shape("126 x 65", (65,) * 126).chunks == 2 * 126
+    assert Shape("128 x 64", (64,) * 128).chunks == 128
+    assert Shape("3 x 64", (65, 64, 64)).chunks == 4
+    # 124 chunks of 1.5 MiB, less two prompts' states of 6 MiB, and two tokens.
+    more = peak_mib(HYBRID, 126, 8190) - peak_mib(HYBRID, 128, 8192)
+    token = (1630 - 192 - 6) / 8192
+    assert more == pytest.approx(124 * 1.5 - 2 * 6 - 2 * token, abs=0.01)
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (3, 0), (5, -1)])
+def test_bad_shapes(lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="a token for each"):
-        Shape(3, 2)
+        Shape("bad", lengths)
+
+
+def test_no_shapes() -> None:
     with pytest.raises(ValueError, match="no batch shape"):
         peak_of(HYBRID, [])
 
@@ -160,41 +174,75 @@ small = st.integers(1, 64)
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Sizes:
+def models(draw: st.DrawFn, states: bool = True, tiles: bool = True) -> Sizes:
     hidden, heads = 16 * draw(small), draw(small)
     parts: list[Part] = [mlp_part(hidden, 8 * hidden, 16 * hidden, FP16)]
-    if draw(st.booleans()):
-        parts.append(
-            gdn_part(heads, 2 * heads, 64, 64, FP16, draw(st.sampled_from([2, 4])))
-        )
-    if draw(st.booleans()):
+    if states and draw(st.booleans()):
+        parts.append(gdn_part(heads, 2 * heads, 64, 64, FP16, 4))
+    if tiles and draw(st.booleans()):
         tiled = (Tiled(8 * hidden, hidden, True),)
         parts.append(mlp_part(hidden, 8 * hidden, 0, FP16, tiled, True))
     return Sizes(FP16, residual_lines(hidden, FP16, 2), tuple(parts), draw(counts))
 
 
-@given(models(), counts, counts, counts)
+@st.composite
+def steps_of(draw: st.DrawFn) -> tuple[Limits, int]:
+    """The limits of a step, and the requests that have room."""
+    limits = Limits(draw(counts), draw(counts), draw(counts) + 1, draw(st.booleans()))
+    return limits, draw(st.integers(1, limits.requests))
+
+
+def planned(sizes: Sizes, limits: Limits, requests: int) -> Peak:
+    has_states = any(part.name == "gated delta net" for part in sizes.parts)
+    return peak_of_batches(sizes, batches(limits, requests, has_states))
+
+
+# A product over fewer tokens may take wider tiles, and a step of the most chunks
+# has a few tokens less, so tiles are left out where that matters.
+
+
+@given(models(states=False, tiles=False), counts, counts, counts)
 def test_more_tokens_or_sequences_never_take_less(
     sizes: Sizes, tokens: int, sequences: int, more: int
 ) -> None:
-    """Of a whole plan, which looks at every shape up to the limits. A wider
-    product of tiles may hold fewer columns, so tiles are left out here."""
-    sizes = replace(sizes, parts=tuple(p for p in sizes.parts if not p.tiled))
-
     def peak(tokens: int, sequences: int) -> int:
-        return peak_of(sizes, shapes_of(tokens, sequences)).bytes
+        limits = Limits(tokens, sequences, 10_000, True)
+        return planned(sizes, limits, limits.requests).bytes
 
-    # The most sequences of the larger limit may be between two powers of two.
-    if sequences <= tokens:
-        assert peak(tokens + more, sequences) >= peak(tokens, sequences)
+    assert peak(tokens + more, sequences) >= peak(tokens, sequences)
     assert peak(tokens, sequences + more) >= peak(tokens, sequences)
 
 
-@given(models(), counts, counts)
-def test_a_peak_is_the_sum_of_its_lines_and_the_highest_shape(
-    sizes: Sizes, tokens: int, sequences: int
+@given(models(states=False), steps_of(), st.data())
+def test_no_equal_split_that_has_room_takes_more(
+    sizes: Sizes, step: tuple[Limits, int], data: st.DataObject
 ) -> None:
-    peak = peak_of(sizes, shapes_of(tokens, sequences))
+    limits, requests = step
+    other = split(limits, data.draw(st.integers(1, requests)))
+    assert planned(sizes, limits, requests).bytes >= (
+        peak_of_batches(sizes, [other]).bytes
+    )
+
+
+@given(models(tiles=False), steps_of(), st.data())
+def test_no_equal_split_takes_a_prompt_more_of_states(
+    sizes: Sizes, step: tuple[Limits, int], data: st.DataObject
+) -> None:
+    """Chunks come in steps, so a split between the profile's batches may have a few
+    more of them, but never as much as one of its prompts takes."""
+    limits, requests = step
+    other = split(limits, data.draw(st.integers(1, requests)))
+    if other.requests > 1:
+        less = Shape("without its longest", tuple(other.lengths[1:]))
+        bound = peak_of(sizes, [less]).bytes
+        assert planned(sizes, limits, requests).bytes >= bound
+
+
+@given(models(), steps_of())
+def test_a_peak_is_the_sum_of_its_lines_and_the_highest_shape(
+    sizes: Sizes, step: tuple[Limits, int]
+) -> None:
+    peak = planned(sizes, *step)
     assert sum(size for _, size in peak.lines) == peak.bytes
     assert (
         dict(peak.shapes)[peak.shape] == peak.bytes == max(dict(peak.shapes).values())

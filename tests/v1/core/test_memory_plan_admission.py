@@ -209,7 +209,9 @@ def test_a_model_made_again_stands_for_every_rank_of_its_stage(
     _, ranks = planner._built(Changes(kv_cache_dtype="fp8"))
     assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
     assert [rank.sizes for rank in ranks] == [SIZES, SIZES, small, small]
-    figures = planner.figures(planner._built(Changes(kv_cache_dtype="fp8"))[0], ranks)
+    again = planner._built(Changes(kv_cache_dtype="fp8"))[0]
+    requested = planner.device.requested(0.9)
+    figures = planner.figures(again, ranks, requested, explicit=None)
     assert figures[0].activation.bytes == 2 * GIB > figures[2].activation.bytes
     # Repacked weights are not those of a model that was not loaded.
     assert {f.weights for f in figures} == {20 * GIB}

@@ -6,12 +6,14 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import types
 import uuid
 from pathlib import Path
 
@@ -114,11 +116,8 @@ def test_demo_serves_answers_measures_and_stops(mark, tmp_path):
     assert run.returncode == 0, out + err
     lines = [line.strip() for line in out.splitlines()]
     answer = next(line for line in lines if line.startswith("assistant:"))
-    tokens = next(line for line in lines if "finish_reason" in line)
-    # One printable character a token: the checkpoint speaks ASCII.
-    spoken = answer.removeprefix("assistant: ")
-    assert spoken.isprintable() and spoken.isascii()
-    assert 0 <= int(tokens.split()[0]) - len(spoken) <= 2
+    assert answer == f"assistant: {demo.retrieval().answer}"
+    assert "right: that is what the text says" in lines
     rows = dict(line.split(":", 1) for line in lines if ":" in line)
     assert rows["Successful requests"].strip() == "4"
     assert rows["Failed requests"].strip() == "0"
@@ -128,9 +127,52 @@ def test_demo_serves_answers_measures_and_stops(mark, tmp_path):
     assert "KV cache size" in out
     assert any(line.startswith("KV cache blocks: ") for line in lines)
     assert any("processes ended, none left" in line for line in lines)
-    assert lines[-1].startswith("done: checkpoint ")
-    # Only the folder of the checkpoint and the log asked for stay.
-    assert {p.name for p in tmp_path.iterdir()} == {"kept.log", "hybrid-nvfp4"}
+    assert lines[-1].startswith("done: start ")
+    # Only the log asked for stays.
+    assert {p.name for p in tmp_path.iterdir()} == {"kept.log"}
+
+
+def test_the_demos_text_holds_its_answer():
+    """One place says it, and what is printed of a long text shows that place."""
+    question = demo.retrieval()
+    assert question.answer is not None
+    assert question.text.count(f" = {question.answer}.") == 1
+    shown = question.shown()
+    assert f" = {question.answer}." in shown and len(shown) < 300
+    key = question.text.split(f" = {question.answer}.")[0][-4:]
+    assert shown.endswith(f"What is {key}?")
+    assert demo.Question("short").shown() == "short"
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "message"),
+    [
+        ("1234", "stop", None),
+        ("12345", "stop", "the answer is '12345' (stop); expected '1234' (stop)"),
+        ("1234", "length", "the answer is '1234' (length); expected '1234' (stop)"),
+    ],
+)
+def test_a_wrong_answer_fails_the_demo(monkeypatch, said, reason, message):
+    """As streamed by an OpenAI client, a character a chunk."""
+    import openai
+
+    def chunk(text, why=None, usage=None):
+        delta = types.SimpleNamespace(content=text)
+        choice = types.SimpleNamespace(delta=delta, finish_reason=why)
+        return types.SimpleNamespace(choices=[choice], usage=usage)
+
+    usage = types.SimpleNamespace(completion_tokens=len(said) + 1)
+    stream = [*map(chunk, said), chunk(None, reason, usage)]
+    create = types.SimpleNamespace(create=lambda **_: iter(stream))
+    client = types.SimpleNamespace(chat=types.SimpleNamespace(completions=create))
+    monkeypatch.setattr(openai, "OpenAI", lambda **_: client)
+    progress = demo.Progress(io.StringIO())
+    question = demo.Question("a1b2 = 1234. What is a1b2?", "1234")
+    if message is None:
+        demo.chat("http://nowhere", "model", question, progress)
+        return
+    with pytest.raises(demo.DemoError, match=re.escape(message)):
+        demo.chat("http://nowhere", "model", question, progress)
 
 
 def test_a_server_that_dies_at_start_up_is_reported(mark, tmp_path):
@@ -147,7 +189,7 @@ def test_a_server_that_dies_at_start_up_is_reported(mark, tmp_path):
 
 def test_interrupting_the_start_leaves_no_engine(mark, tmp_path):
     log = tmp_path / "kept.log"
-    run = start_demo(tmp_path, "--keep-log", str(log))
+    run = start_demo(tmp_path, "--quant", "nvfp4", "--keep-log", str(log))
     # The engine's process is there: a child of the server, not of the demo.
     wait_until(lambda: log.exists() and "(EngineCore" in log.read_text(), 200)
     assert len(marked(mark)) >= 3

@@ -188,8 +188,10 @@ def _inspect_models_here() -> None:
     initialised; that one would find another platform, and takes as long again.
     """
     from vllm.model_executor.models import registry
+    from vllm.platforms.planned_gpu import layers_assumed
 
-    registry._run_in_subprocess = lambda fn: fn()
+    # Its import looks up compiled operators too.
+    registry._run_in_subprocess = layers_assumed()(lambda fn: fn())
 
 
 def _log_to_stderr() -> None:

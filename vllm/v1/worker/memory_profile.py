@@ -37,15 +37,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.worker.allocator_scope import startup_limit_mib, startup_scope
 from vllm.v1.worker.memory_report import StartupMemory
 from vllm.v1.worker.profile_batches import (
-    MIDDLE,
     Batch,
     Limits,
     Step,
-    chunk,
-    longest,
-    most_chunks,
+    batches,
     most_requests,
-    split,
     steps,
 )
 
@@ -410,15 +406,9 @@ def profile_batches(worker: "Worker", meter: Meter, memory: int) -> Passes:
     has_states = any(
         isinstance(group.kv_cache_spec, MambaSpec) for group in profile.groups
     )
-    many = (most_chunks if has_states else split)(limits, requests)
-    batches = [longest(limits), many]
-    if batches[0].requests < MIDDLE < requests:
-        batches.append(split(limits, MIDDLE))
-    if with_context := chunk(limits):
-        batches.append(with_context)
     peaks: dict[str, Peak] = {}
     with profile.cache(requests):
-        for batch in dict.fromkeys(batches):
+        for batch in batches(limits, requests, has_states):
             highest = max((peak.allocated for peak in peaks.values()), default=0)
             peaks |= profile.measure(batch, highest)
         gc.collect()

@@ -114,9 +114,10 @@ def most_chunks(limits: Limits, requests: int) -> Batch:
     """Return the step of about `requests` prompts that costs state kernels most.
 
     Their transients grow with the chunks of `STATE_CHUNK` tokens, and a prompt of one
-    token more than some chunks takes another for it: 126 x 65 are 252 chunks, and
-    128 x 64 are 128. Fewer prompts keep fewer states, so each one that is lost has
-    to bring four chunks: 6 MiB are the two states of a request of the 27B class.
+    token more than some chunks takes another for it: 126 prompts of 65 tokens have
+    252 chunks, and 128 of 64 have 128. Fewer prompts keep fewer states, so each one
+    that is lost has to bring four chunks: 6 MiB are the two states of a request of
+    the 27B class.
 
     Args:
         limits: of a step.
@@ -125,18 +126,19 @@ def most_chunks(limits: Limits, requests: int) -> Batch:
     """
     equal = split(limits, requests)
     each = equal.total // equal.requests
-    shorter = 1 + (each - 1) // STATE_CHUNK * STATE_CHUNK
-    best, chunks = equal, sum(cdiv(n, STATE_CHUNK) for n in equal.lengths)
-    for length in (shorter, shorter + STATE_CHUNK):
-        count = equal.requests
-        while count > 1 and limits.total(count) < count * length:
-            count -= 1
-        if length > min(limits.prompt, limits.total(count)):
-            continue
-        gained = count * cdiv(length, STATE_CHUNK) - chunks
-        if gained > 0 and gained >= 4 * (equal.requests - count):
-            best, chunks = Batch(count, count * length), chunks + gained
-    return best
+    longer = 1 + ((each - 1) // STATE_CHUNK + 1) * STATE_CHUNK
+    count = equal.requests
+    while count > 1 and limits.total(count) < count * longer:
+        count -= 1
+    if longer > limits.prompt:
+        return equal
+    other = Batch(count, limits.total(count))
+    lost = equal.requests - other.requests
+    return other if _chunks(other) - _chunks(equal) > 4 * lost else equal
+
+
+def _chunks(batch: Batch) -> int:
+    return sum(cdiv(length, STATE_CHUNK) for length in batch.lengths)
 
 
 def chunk(limits: Limits) -> Batch | None:
@@ -149,6 +151,24 @@ def chunk(limits: Limits) -> Batch | None:
     if not limits.context or context < 1:
         return None
     return Batch(1, total, context)
+
+
+def batches(limits: Limits, requests: int, has_states: bool) -> list[Batch]:
+    """Return the batches whose peaks bound those of all others.
+
+    Args:
+        limits: of a step.
+        requests: the most prompts of a full step that have room in the KV cache.
+        has_states: whether layers keep a state for each request.
+
+    """
+    few = longest(limits)
+    found = [few, (most_chunks if has_states else split)(limits, requests)]
+    if few.requests < MIDDLE < requests:
+        found.append(split(limits, MIDDLE))
+    if with_context := chunk(limits):
+        found.append(with_context)
+    return list(dict.fromkeys(found))
 
 
 def most_requests(limits: Limits, blocks: int, count: Callable[[int], int]) -> int:

@@ -7,10 +7,10 @@ the sampler. Each part is a list of lines, and a line is a buffer that is alive 
 the part's peak, in bytes for each token, sequence or chunk of a state kernel:
 
     peak(T, n) = max over parts of
-        tokens * T + sequences * n + chunks * n * ceil(ceil(T / n) / chunk) + tiles(T)
+        tokens * T + sequences * n + chunks * sum of ceil(length / chunk) + tiles(T)
         + the lines that are alive through the whole step
 
-for ``n`` prompts that share ``T`` tokens. What lives through the step is the
+for ``n`` prompts of ``T`` tokens together. What lives through the step is the
 residual stream (with the copies that the model's loop holds) and the target's
 hidden states that a draft reads.
 
@@ -25,14 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from vllm.model_executor.kernels.linear.sm70.tiling import plan_tiles
 from vllm.utils.math_utils import cdiv
+from vllm.v1.worker.profile_batches import STATE_CHUNK
 
 MIB = 2**20
-
-GDN_CHUNK = 64
-"""Tokens that one step of the chunked gated delta rule takes; one state each."""
 
 SAMPLER_BYTES = 4 + 4 + 4
 """For each logit, beside the model's own: FP32 logits, probabilities, noise."""
@@ -97,24 +96,29 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of ``sequences`` prompts that share ``tokens`` tokens evenly."""
+    """A batch: its name, and the tokens of each of its prompts in the step."""
 
-    sequences: int
-    tokens: int
+    name: str
+    lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.sequences < 1 or self.tokens < self.sequences:
+        if min(self.lengths, default=0) < 1:
             raise ValueError(
-                f"a batch of {self.sequences} sequences and {self.tokens} tokens: "
-                "expected at least one sequence, and a token for each"
+                f"a batch of {len(self.lengths)} sequences and {sum(self.lengths)} "
+                "tokens: expected at least one sequence, and a token for each"
             )
 
-    def __str__(self) -> str:
-        return f"{self.sequences} x {cdiv(self.tokens, self.sequences)}"
-
     @property
+    def sequences(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
     def chunks(self) -> int:
-        return self.sequences * cdiv(cdiv(self.tokens, self.sequences), GDN_CHUNK)
+        return sum(cdiv(length, STATE_CHUNK) for length in self.lengths)
 
 
 @dataclass(frozen=True)
@@ -126,27 +130,6 @@ class Peak:
     part: str
     lines: tuple[tuple[str, int], ...]
     shapes: tuple[tuple[str, int], ...] = field(default=(), repr=False)
-
-
-def shapes_of(max_num_batched_tokens: int, max_num_seqs: int) -> Iterator[Shape]:
-    """The batches that a step can be: from one long prompt to as many short ones
-    as there may be sequences, each time twice as many.
-
-    Raises:
-        ValueError: a limit is not positive.
-
-    """
-    if max_num_batched_tokens < 1 or max_num_seqs < 1:
-        raise ValueError(
-            f"max_num_batched_tokens={max_num_batched_tokens}, "
-            f"max_num_seqs={max_num_seqs}: expected at least 1 each"
-        )
-    most = min(max_num_seqs, max_num_batched_tokens)
-    sequences = 1
-    while sequences < most:
-        yield Shape(sequences, max_num_batched_tokens)
-        sequences *= 2
-    yield Shape(most, max_num_batched_tokens)
 
 
 def peak_of(sizes: Sizes, shapes: Iterable[Shape]) -> Peak:
@@ -197,7 +180,7 @@ def _parts(sizes: Sizes, shape: Shape) -> Iterator[Peak]:
 
 
 def _peak(shape: Shape, part: str, lines: list[tuple[str, int]]) -> Peak:
-    return Peak(sum(size for _, size in lines), str(shape), part, tuple(lines))
+    return Peak(sum(size for _, size in lines), shape.name, part, tuple(lines))
 
 
 def _bytes(line: Line, shape: Shape) -> int:
@@ -326,7 +309,7 @@ def gdn_part(
                 "q, k, v, decay and its sums, beta",
                 token=(2 * keys + values) * itemsize + 3 * 4 * value_heads,
             ),
-            Line("inverse of each chunk", token=value_heads * GDN_CHUNK * itemsize),
+            Line("inverse of each chunk", token=value_heads * STATE_CHUNK * itemsize),
             Line("w and u", token=value_heads * (key_dim + value_dim) * itemsize),
             Line("new values, and the kernel's output", token=2 * values * itemsize),
             Line("state of each chunk", chunk=state * itemsize),

@@ -21,10 +21,10 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.memory_plan.activations import (
     Peak,
+    Shape,
     Sizes,
     peak_of,
     resident_bytes,
-    shapes_of,
 )
 from vllm.v1.core.memory_plan.model import copy_config, plan_models
 from vllm.v1.core.memory_plan.table import KvNeed, MemoryPlan, Remedy
@@ -33,6 +33,14 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
+)
+from vllm.v1.worker.memory_profile import limits_of
+from vllm.v1.worker.profile_batches import (
+    Batch,
+    Limits,
+    batches,
+    longest,
+    most_requests,
 )
 
 logger = init_logger(__name__)
@@ -219,14 +227,27 @@ class Planner:
         resolved, ranks = _make(config)
         return cls(resolved, ranks, device, pristine=config)
 
-    def figures(self, config: VllmConfig, ranks: Sequence[Rank]) -> list[RankFigures]:
-        """Each rank's figures under a changed configuration."""
-        planned = [planned_figures(config, rank) for rank in ranks]
+    def figures(
+        self,
+        config: VllmConfig,
+        ranks: Sequence[Rank],
+        requested: int,
+        explicit: int | None,
+    ) -> list[RankFigures]:
+        """Each rank's figures under a changed configuration; see
+        `planned_figures`."""
+        if config is self.config and self.measured is not None:
+            return list(self.measured)
+        planned = planned_figures(config, ranks, requested, explicit)
         if self.measured is None:
             return planned
-        if config is self.config:
-            return list(self.measured)
-        base = [planned_figures(self.config, rank) for rank in self.ranks]
+        cache = self.config.cache_config
+        base = planned_figures(
+            self.config,
+            self.ranks,
+            self.device.requested(cache.gpu_memory_utilization),
+            cache.kv_cache_memory_bytes or None,
+        )
         return [m.adjusted(b, n) for m, b, n in zip(self.measured, base, planned)]
 
     def _plan(self, changes: Changes = Changes()) -> MemoryPlan:
@@ -243,13 +264,13 @@ class Planner:
             )
         )
         config = config if changes == Changes() else changed(config, changes)
-        figures = self.figures(config, ranks)
         cache = config.cache_config
         utilization = changes.utilization or cache.gpu_memory_utilization
         explicit = cache.kv_cache_memory_bytes or None
         if changes.explicit is not None:
             explicit = changes.explicit or None
         requested = self.device.requested(utilization)
+        figures = self.figures(config, ranks, requested, explicit)
         budgets = [requested - f.used for f in figures]
         kv = [
             *needs(
@@ -443,7 +464,12 @@ class Planner:
         lacking = plan.short_for_all if aim is _fits_all else plan.short
         needed = math.ceil((plan.requested + lacking) / plan.total * 100) / 100
         change = Changes(utilization=needed)
-        if needed > self._highest_utilization() or not self._fits(aim, base, change):
+        highest = self._highest_utilization()
+        while needed <= highest and not self._fits(aim, base, change):
+            # More memory has room for more short prompts, so the peak may grow.
+            needed = round(needed + 0.01, 2)
+            change = Changes(utilization=needed)
+        if needed > highest:
             return None
         more = self.device.requested(needed) - plan.requested
         return change, Remedy(
@@ -582,10 +608,21 @@ def changed(config: VllmConfig, changes: Changes) -> VllmConfig:
     config = copy_config(config)
     if changes.max_model_len is not None:
         config.model_config.max_model_len = changes.max_model_len
+    scheduler = config.scheduler_config
     if changes.max_num_batched_tokens is not None:
-        config.scheduler_config.max_num_batched_tokens = changes.max_num_batched_tokens
+        tokens, scheduled = (
+            changes.max_num_batched_tokens,
+            scheduler.max_num_scheduled_tokens,
+        )
+        if scheduled is not None:
+            # A draft makes it the batched tokens, unless it was set.
+            was_set = scheduled != scheduler.max_num_batched_tokens
+            scheduler.max_num_scheduled_tokens = (
+                min(scheduled, tokens) if was_set else tokens
+            )
+        scheduler.max_num_batched_tokens = tokens
     if changes.max_num_seqs is not None:
-        config.scheduler_config.max_num_seqs = changes.max_num_seqs
+        scheduler.max_num_seqs = changes.max_num_seqs
     cache = config.cache_config
     if changes.rebuild:
         # As they were before the blocks were fitted to the states.
@@ -643,10 +680,9 @@ def needs(
         kv_cache_utils._pool_bytes_per_block(config, groups) if groups else 0
         for groups in all_groups
     ]
-    override = config.cache_config.num_gpu_blocks_override
     blocks = min(
         (
-            override if override is not None else max(0, memory) // size
+            _blocks(config, memory, size)
             for memory, size in zip(available, sizes)
             if size
         ),
@@ -667,10 +703,11 @@ def needs(
         )
         tokens, concurrency = _capacity(config, groups, blocks, size)
         pages = {g.kv_cache_spec.page_size_bytes for g in groups}
+        # A state's block spans the whole request unless states are cached as well.
         spans = [
             g.kv_cache_spec.block_size
             for g in groups
-            if g.kv_cache_spec.prefix_cacheable
+            if g.kv_cache_spec.prefix_cacheable and g not in states
         ] or [g.kv_cache_spec.block_size for g in groups]
         yield KvNeed(
             request=request,
@@ -681,6 +718,35 @@ def needs(
             tokens=tokens,
             concurrency=concurrency,
         )
+
+
+def _blocks(config: VllmConfig, memory: int, size: int) -> int:
+    """Blocks of ``size`` bytes that a KV cache of ``memory`` bytes has."""
+    return kv_cache_utils.may_override_num_blocks(config, max(0, memory) // size)
+
+
+def room_for(
+    config: VllmConfig, limits: Limits, groups: list[KVCacheGroupSpec], memory: int
+) -> int:
+    """How many short prompts a KV cache of ``memory`` bytes has room for, as the
+    profile at start-up counts it."""
+    # What it imports is fast once a model was made, and slow before.
+    from vllm.v1.worker.gpu.warmup import _reserved_block_count
+
+    def count(tokens: int) -> int:
+        return sum(
+            _reserved_block_count(
+                tokens,
+                group.kv_cache_spec,
+                num_lookahead_tokens=config.num_lookahead_tokens,
+                max_model_len=limits.model_len,
+                max_encoder_len=0,
+            )
+            for group in groups
+        )
+
+    size = kv_cache_utils._pool_bytes_per_block(config, groups)
+    return most_requests(limits, _blocks(config, memory, size), count)
 
 
 def _capacity(
@@ -709,24 +775,65 @@ def _make(config: VllmConfig) -> tuple[VllmConfig, list[Rank]]:
     return models[0].config, ranks
 
 
-def planned_figures(config: VllmConfig, rank: Rank) -> RankFigures:
-    """A rank's figures by the formulae."""
-    scheduler = config.scheduler_config
-    shapes = shapes_of(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    resident = resident_bytes(rank.sizes, scheduler.max_num_batched_tokens)
+def peak_of_batches(sizes: Sizes, steps: Sequence[Batch]) -> Peak:
+    """The highest peak of ``steps``."""
+    return peak_of(sizes, [Shape(b.name, tuple(b.lengths)) for b in steps])
+
+
+def planned_figures(
+    config: VllmConfig, ranks: Sequence[Rank], requested: int, explicit: int | None
+) -> list[RankFigures]:
+    """Each rank's figures by the formulae, for the batches that start-up profiles.
+
+    The KV cache bounds how many prompts share a step: the one that the peak of the
+    longest prompts would leave, which is more than there will be.
+
+    Args:
+        config: the configuration.
+        ranks: what its ranks hold.
+        requested: bytes that may be used on each rank's device.
+        explicit: bytes of the KV cache, None where the rest is for it.
+
+    """
+    limits = limits_of(config)
+    scheduled = config.scheduler_config.max_num_batched_tokens
     outside = 0
     if current_platform.is_cuda_alike():
         outside = OUTSIDE_TORCH_BYTES
         if config.parallel_config.world_size > 1:
             outside += COMMUNICATOR_BYTES
-    return RankFigures(
-        rank=rank.rank,
-        weights=rank.weights,
-        activation=peak_of(rank.sizes, shapes),
-        resident=resident,
-        outside=outside,
-        graphs=graph_bytes(config, rank.sizes),
-    )
+    least = [
+        RankFigures(
+            rank=rank.rank,
+            weights=rank.weights,
+            activation=peak_of_batches(rank.sizes, [longest(limits)]),
+            resident=resident_bytes(rank.sizes, scheduled),
+            outside=outside,
+        )
+        for rank in ranks
+    ]
+    all_groups = groups_of(config, [rank.specs for rank in ranks])
+    requests = limits.requests
+    for figures, groups in zip(least, all_groups):
+        if groups:
+            memory = requested - figures.used
+            memory = memory if explicit is None else min(memory, explicit)
+            requests = min(requests, room_for(config, limits, groups, memory))
+    return [
+        replace(
+            figures,
+            activation=peak_of_batches(
+                rank.sizes,
+                batches(
+                    limits,
+                    requests,
+                    any(isinstance(g.kv_cache_spec, MambaSpec) for g in groups),
+                ),
+            ),
+            graphs=graph_bytes(config, rank.sizes),
+        )
+        for rank, figures, groups in zip(ranks, least, all_groups)
+    ]
 
 
 def graph_bytes(config: VllmConfig, sizes: Sizes) -> int:

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What the gate lets through and what it does not, without a server."""
+
+import itertools
+import json
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from benchmarks.needle import task
+from tools.demo.process import Group
+from tools.gate import __main__ as gate
+from tools.gate import bench, client, server
+from tools.gate.bench import Speed
+from tools.gate.client import Answer
+from tools.gate.features import FEATURES, Feature
+
+FEATURE = Feature(
+    name="a feature",
+    switch="VLLM_KV_PAGE_PLAN",
+    off={"VLLM_KV_PAGE_PLAN": "0"},
+    checkpoint="some",
+    identical=True,
+    fast=("cpu",),
+    why="it says so",
+)
+
+
+@pytest.fixture
+def world(monkeypatch, tmp_path):
+    """Servers that answer right at one speed; a test spoils one of them."""
+    spoilt = SimpleNamespace(answer=None, tokens=None, slower=1.0, started=[])
+
+    def is_off(where: str) -> bool:
+        return where == "off"
+
+    @contextmanager
+    def serving(model, arguments, environ, log, *, environment=None):
+        spoilt.started.append((dict(environ), list(arguments), environment))
+        side = "off" if log.stem.endswith("off") else "on"
+        yield SimpleNamespace(url=side, log=log)
+
+    @contextmanager
+    def opened(url):
+        yield url
+
+    def ask(http, sample, turn=0):
+        value = sample.turns[turn][1]
+        if not is_off(http) and spoilt.answer:
+            return spoilt.answer(value)
+        return Answer(value, "stop", tuple(value.encode()))
+
+    def continuation(http, prompt, count):
+        if not is_off(http) and spoilt.tokens:
+            return spoilt.tokens
+        return tuple(range(count))
+
+    def run(target, tokenizer, load, seed):
+        slower = 1.0 if is_off(target.url) else spoilt.slower
+        return Speed(100 / slower, 10 * slower, 1 * slower)
+
+    monkeypatch.setattr(server, "serving", serving)
+    monkeypatch.setattr(client, "client", opened)
+    monkeypatch.setattr(client, "ask", ask)
+    monkeypatch.setattr(client, "continuation", continuation)
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(gate, "FEATURES", (FEATURE,))
+    monkeypatch.setattr(gate.settings, "on_cpu", lambda: True)
+
+    def go(*arguments: str) -> tuple[int, dict]:
+        report = tmp_path / "gate.json"
+        options = [f"--out={tmp_path}", "--lengths=300,500", "--texts=2", *arguments]
+        status = gate.main(options)
+        return status, json.loads(report.read_text()) if report.exists() else {}
+
+    spoilt.go = go
+    return spoilt
+
+
+def test_a_fork_that_keeps_its_promises_passes(world, capsys):
+    status, report = world.go()
+    assert status == 0
+    (row,) = report["rows"]
+    # Two lengths, two texts of each, two questions a text.
+    assert (row["asked"], row["right_on"], row["right_off"]) == (8, 8, 8)
+    assert row["identical"] and not row["lost"] and not row["failures"]
+    assert row["ratio"] == dict(tokens_per_s=1.0, ttft_ms=1.0, tpot_ms=1.0)
+    assert (
+        "| a feature | some | 8, 8 of 8 | same, promised |" in capsys.readouterr().out
+    )
+    on, off = world.started
+    assert (on[0], off[0]) == ({}, {"VLLM_KV_PAGE_PLAN": "0"})
+    assert on[1] == off[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "failure"),
+    [
+        ("answer", lambda v: Answer("0", "stop", (0,)), "lost answer: 300 tokens"),
+        ("answer", lambda v: Answer(v, "length", (0,)), "(length)"),
+        ("tokens", (1, 2, 3), "tokens differ, but it says so"),
+        ("slower", 1.04, "1.040 times slower, expected at most 1.03"),
+    ],
+)
+def test_a_broken_promise_fails(world, field, value, failure, capsys):
+    setattr(world, field, value)
+    status, report = world.go()
+    assert status == 1
+    assert failure in "\n".join(report["rows"][0]["failures"])
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_what_is_not_promised_does_not_fail(world, monkeypatch):
+    loose = Feature(
+        **{**FEATURE.__dict__, "identical": False, "fast": ("cuda",)},
+    )
+    monkeypatch.setattr(gate, "FEATURES", (loose,))
+    world.tokens, world.slower = (1, 2, 3), 2.0
+    status, report = world.go()
+    assert status == 0
+    assert report["rows"][0]["ratio"]["tpot_ms"] == 2.0
+    assert not report["rows"][0]["identical"]
+
+
+def test_a_checkpoint_that_answers_nothing_fails(world, monkeypatch):
+    """Wrong both ways: no answer is lost, and nothing is shown."""
+    monkeypatch.setattr(client, "ask", lambda *_: Answer("", "stop", ()))
+    status, report = world.go()
+    assert status == 1
+    assert report["rows"][0]["failures"] == [
+        "0 of 8 answers right, expected at least 90%"
+    ]
+
+
+def test_what_has_not_landed_is_said(world, monkeypatch, capsys):
+    missing = Feature(**{**FEATURE.__dict__, "switch": "VLLM_NO_SUCH_SWITCH"})
+    elsewhere = Feature(
+        **{**FEATURE.__dict__, "name": "another", "platforms": ("cuda",)}
+    )
+    monkeypatch.setattr(gate, "FEATURES", (missing, elsewhere))
+    status, _ = world.go()
+    said = capsys.readouterr().out
+    assert status == 1  # a gate that checks nothing does not pass
+    assert "a feature: has not landed (VLLM_NO_SUCH_SWITCH)" in said
+    assert "another: nothing to compare on cpu" in said
+
+
+def test_a_signal_stops_the_servers(world, monkeypatch, capsys):
+    """The contexts of both servers are left, so nothing runs on."""
+    left = []
+
+    @contextmanager
+    def serving(model, arguments, environ, log, **_):
+        try:
+            yield SimpleNamespace(url="on", log=log)
+        finally:
+            left.append(log.stem)
+
+    def ask(*_):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(server, "serving", serving)
+    monkeypatch.setattr(client, "ask", ask)
+    assert world.go()[0] == 128 + signal.SIGTERM
+    assert sorted(left) == ["a-feature-off", "a-feature-on"]
+    assert "stopped by SIGTERM" in capsys.readouterr().err
+
+
+def test_an_unknown_feature_is_named(world, capsys):
+    assert world.go("--features=nothing")[0] == 2
+    assert "--features=nothing: expected some of a feature" in capsys.readouterr().err
+
+
+def test_stock_is_served_from_its_environment(world, tmp_path):
+    status, report = world.go(f"--stock={tmp_path}")
+    assert status == 0
+    assert [row["feature"] for row in report["rows"]] == [
+        "a feature",
+        "against stock vLLM",
+    ]
+    assert [start[2] for start in world.started] == [None, None, None, tmp_path]
+
+
+def test_an_environment_without_vllm_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--stock takes a virtual environment"):
+        server.command(tmp_path, "serve")
+
+
+def test_the_features_are_switches_of_their_own():
+    names = [feature.name for feature in FEATURES]
+    assert len(set(names)) == len(names)
+    # They are given with commas between.
+    assert not [name for name in names if "," in name]
+    for feature in FEATURES:
+        assert feature.switch in feature.off
+        assert feature.off != feature.on
+        assert feature.why
+
+
+def test_medians_and_ratios():
+    runs = [Speed(10, 3, 1), Speed(20, 1, 3), Speed(30, 2, 2)]
+    assert bench.medians(runs) == Speed(20, 2, 2)
+    ratio = bench.ratios(Speed(50, 12, 3), Speed(100, 10, 4))
+    assert ratio == Speed(2.0, 1.2, 0.75)
+    assert bench.worst(ratio) == 2.0
+
+
+def test_runs_are_interleaved(world, monkeypatch):
+    """One run each to warm up, then in turns, each side first as often."""
+    order = []
+
+    def run(target, tokenizer, load, seed):
+        order.append((target.url, load.requests, seed))
+        return Speed(1, 1, 1)
+
+    monkeypatch.setattr(bench, "run", run)
+    assert world.go("--runs=4", "--requests=8")[0] == 0
+    warm, measured = order[:2], order[2:]
+    assert {(side, n) for side, n, _ in warm} == {("on", 4), ("off", 4)}
+    sides = [side for side, _, _ in measured]
+    assert sides == ["off", "on", "on", "off"] * 2
+    assert [seed for *_, seed in measured] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_a_request_asks_one_question():
+    sample = next(itertools.islice(task.samples("test", 0, 300, 4, 2), 1))
+    body = client.request(sample, 1, stream=True)
+    assert body["messages"] == sample.messages(1)
+    assert body["temperature"] == 0 and body["stream"] is True
+    assert body["max_tokens"] > task.MAX_DIGITS
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "expected"),
+    [
+        ("1234", "stop", True),
+        ("1234", "length", False),
+        ("1234 ", "stop", False),
+        ("", "stop", False),
+    ],
+)
+def test_an_answer_is_right_only_if_exact_and_ended(text, reason, expected):
+    assert Answer(text, reason, ()).is_right("1234") is expected
+
+
+def test_metrics_are_summed_over_labels(monkeypatch):
+    page = 'a:b{x="1",y="2"} 1.5\na:b{x="2"} 2\n# TYPE a:b gauge\nc 1e3\n'
+    monkeypatch.setattr(server, "fetch", lambda *_, **__: page)
+    served = server.Server("http://nowhere", cast(Group, None), Path("log"))
+    assert served.metrics() == {"a:b": 3.5, "c": 1000.0}
+
+    monkeypatch.setattr(server, "fetch", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        served.metrics()
+
+
+def test_options_of_a_server(tmp_path):
+    """On a CPU an FP16 hybrid is cast; two servers share a GPU; the last wins."""
+    config = {"dtype": "float16", "layer_types": ["linear_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mine = ("--max-model-len=512",)
+    on_cpu = server.options(tmp_path, mine, True)
+    assert on_cpu[-1:] == [*mine]
+    assert "--dtype=bfloat16" in on_cpu and "--enforce-eager" in on_cpu
+    assert f"--kv-cache-memory-bytes={server.KV_BYTES}" in on_cpu
+    on_gpu = server.options(tmp_path, ("--kv-cache-memory-bytes=1",), False)
+    assert "--gpu-memory-utilization=0.4" in on_gpu
+    assert [o for o in on_gpu if "kv-cache-memory" in o] == [
+        "--kv-cache-memory-bytes=1"
+    ]
+    assert not [o for o in on_gpu if "dtype" in o or "eager" in o]
