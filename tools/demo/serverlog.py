@@ -16,6 +16,10 @@ SECONDARY = ("Engine core initialization failed", "WorkerProc initialization fai
 MEMORY = re.compile(
     "|".join(
         (
+            # The memory plan's table: its head, its rows with a size, its verdict.
+            r"^Memory of ",
+            r"^  [\w:,() -]+ {2,}-?[\d,]+\.\d(  |$)",
+            r"^  fits: ",
             r"Checkpoint size",
             r"for NVFP4 GEMM",
             r"KV pages: ",

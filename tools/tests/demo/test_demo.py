@@ -516,6 +516,20 @@ def test_memory_lines_once_each(lines):
     ]
 
 
+def test_the_memory_table_is_shown_whole():
+    table = [
+        "Memory of M on CPU memory node 0, MiB (measured at start-up)",
+        "  may be used                         22,177.1  0.92 of 24,105.6",
+        "  weights                                -18.2",
+        "  KV cache, --kv-cache-memory-bytes      256.0  at most 19,971.6",
+        "  needed: 1 request of 2,048 tokens        4.9  of it states 2.2",
+        "  fits: 116,394 tokens in blocks of 384, 56.83 requests of 2,048 tokens",
+    ]
+    noise = ["  6 x model.layers.0.linear_attn     mamba    3    384     68.2 %"]
+    log = [f"INFO 11-30 04:47:38 [admission.py:119] {x}" for x in table + noise]
+    assert serverlog.memory(log) == table
+
+
 def test_progress_bar_is_its_last_state(lines):
     assert serverlog.advance(lines) == "Loading shards: 100%|##| 1/1"
     assert serverlog.advance([]) == ""
