@@ -118,16 +118,8 @@ class Sm70NvFp4LinearKernel(NvFp4LinearKernel):
         x: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        out = operator(
-            x.reshape(-1, x.shape[-1]),
-            layer.weight,
-            layer.weight_scale,
-            layer.weight_global_scale,
-            bias,
-            self.settings.tile_width,
-            self.settings.small_batch,
-        )
-        return out.view(*x.shape[:-1], out.shape[-1])
+        weight = layer.weight, layer.weight_scale, layer.weight_global_scale
+        return _call(operator, x, weight, bias, self.settings)
 
 
 class Sm70Fp8LinearKernel(FP8ScaledMMLinearKernel):
@@ -215,18 +207,10 @@ class Sm70Fp8LinearKernel(FP8ScaledMMLinearKernel):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         if self.block_scaled:
-            weight, scales = layer.weight, getattr(layer, _block_scale_name(layer))
+            weight = layer.weight, getattr(layer, _block_scale_name(layer))
         else:
-            weight, scales = layer.weight.t(), layer.weight_scale
-        out = operator(
-            x.reshape(-1, x.shape[-1]),
-            weight,
-            scales,
-            bias,
-            self.settings.tile_width,
-            self.settings.small_batch,
-        )
-        return out.view(*x.shape[:-1], out.shape[-1])
+            weight = layer.weight.t(), layer.weight_scale
+        return _call(operator, x, weight, bias, self.settings)
 
     def apply_scaled_mm(
         self,
@@ -282,6 +266,19 @@ def _make_contiguous(layer: Layer, name: str) -> None:
     tensor = getattr(layer, name)
     if not tensor.is_contiguous():
         replace_parameter(layer, name, tensor.data.contiguous())
+
+
+def _call(
+    operator: torch._ops.OpOverloadPacket,
+    x: torch.Tensor,
+    weight: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+    settings: LinearSettings,
+) -> torch.Tensor:
+    """Call a linear operator on `x` [..., K]; returns [..., N]."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = operator(rows, *weight, bias, settings.tile_width, settings.small_batch)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _prepare(

@@ -324,18 +324,6 @@ def _nvfp4_linear(
     return linear(x, weight, bias, tile_width, small_batch)
 
 
-def _nvfp4_linear_fake(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    block_scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile_width: int,
-    small_batch: int,
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], packed.shape[0])
-
-
 def _nvfp4_gated_linear(
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -349,18 +337,6 @@ def _nvfp4_gated_linear(
     return gated_linear(x, weight, bias, tile_width, small_batch)
 
 
-def _nvfp4_gated_linear_fake(
-    x: torch.Tensor,
-    packed: torch.Tensor,
-    block_scales: torch.Tensor,
-    global_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile_width: int,
-    small_batch: int,
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], packed.shape[0] // 2)
-
-
 def _fp8_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -370,17 +346,6 @@ def _fp8_linear(
     small_batch: int,
 ) -> torch.Tensor:
     return linear(x, Fp8Weight(weight, scales), bias, tile_width, small_batch)
-
-
-def _fp8_linear_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile_width: int,
-    small_batch: int,
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def _fp8_gated_linear(
@@ -394,22 +359,21 @@ def _fp8_gated_linear(
     return gated_linear(x, Fp8Weight(weight, scales), bias, tile_width, small_batch)
 
 
-def _fp8_gated_linear_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile_width: int,
-    small_batch: int,
+def _linear_fake(x: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _gated_linear_fake(
+    x: torch.Tensor, weight: torch.Tensor, *_: object
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 
 
 for _name, _operator, _fake in (
-    ("sm70_nvfp4_linear", _nvfp4_linear, _nvfp4_linear_fake),
-    ("sm70_nvfp4_gated_linear", _nvfp4_gated_linear, _nvfp4_gated_linear_fake),
-    ("sm70_fp8_linear", _fp8_linear, _fp8_linear_fake),
-    ("sm70_fp8_gated_linear", _fp8_gated_linear, _fp8_gated_linear_fake),
+    ("sm70_nvfp4_linear", _nvfp4_linear, _linear_fake),
+    ("sm70_nvfp4_gated_linear", _nvfp4_gated_linear, _gated_linear_fake),
+    ("sm70_fp8_linear", _fp8_linear, _linear_fake),
+    ("sm70_fp8_gated_linear", _fp8_gated_linear, _gated_linear_fake),
 ):
     # For the CPU and for CUDA, whichever the platform is.
     direct_register_custom_op(
