@@ -14,7 +14,7 @@ the ranks agree first.
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.worker.allocator_scope import startup_limit_mib, startup_scope
 from vllm.v1.worker.memory_report import StartupMemory
 from vllm.v1.worker.profile_batches import (
@@ -179,6 +179,30 @@ def limits_of(config: VllmConfig) -> Limits:
     )
 
 
+def block_counts(
+    config: VllmConfig, groups: Sequence[KVCacheGroupSpec]
+) -> list[Callable[[int], int]]:
+    """Return, for each KV cache group, tokens of a request to the blocks it holds."""
+    # What it imports is fast once a model was made, and slow before.
+    from vllm.v1.worker.gpu.warmup import _reserved_block_count
+
+    return [
+        partial(
+            _reserved_block_count,
+            kvcache_spec=group.kv_cache_spec,
+            num_lookahead_tokens=config.num_lookahead_tokens,
+            max_model_len=config.model_config.max_model_len,
+            max_encoder_len=0,
+        )
+        for group in groups
+    ]
+
+
+def has_states(groups: Sequence[KVCacheGroupSpec]) -> bool:
+    """Return whether layers of a KV cache group keep a state for each request."""
+    return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+
+
 def agree_least(value: int) -> int:
     """Return the least `value` of all ranks, data-parallel ones included."""
     return _agree(value, torch.distributed.ReduceOp.MIN)
@@ -216,7 +240,7 @@ class Profile:
         with set_current_vllm_config(self.config):
             specs = self.runner.get_kv_cache_spec()
             self.groups = get_kv_cache_groups(self.config, specs)
-        self.counts = self._block_counts()
+        self.counts = block_counts(self.config, self.groups)
         self.num_blocks = 0
 
     @contextmanager
@@ -263,21 +287,6 @@ class Profile:
             )
         finally:
             cache.num_gpu_blocks_override = saved
-
-    def _block_counts(self) -> list[Callable[[int], int]]:
-        from vllm.v1.worker.gpu.warmup import _reserved_block_count
-
-        model_len = self.limits.model_len
-        return [
-            partial(
-                _reserved_block_count,
-                kvcache_spec=group.kv_cache_spec,
-                num_lookahead_tokens=self.config.num_lookahead_tokens,
-                max_model_len=model_len,
-                max_encoder_len=0,
-            )
-            for group in self.groups
-        ]
 
     def blocks(self, memory: int) -> int:
         """Return the blocks of a KV cache of `memory` bytes."""
@@ -403,12 +412,9 @@ def profile_batches(worker: "Worker", meter: Meter, memory: int) -> Passes:
     profile = Profile(worker, meter)
     limits = profile.limits
     requests = agree_least(profile.most_requests(memory))
-    has_states = any(
-        isinstance(group.kv_cache_spec, MambaSpec) for group in profile.groups
-    )
     peaks: dict[str, Peak] = {}
     with profile.cache(requests):
-        for batch in batches(limits, requests, has_states):
+        for batch in batches(limits, requests, has_states(profile.groups)):
             highest = max((peak.allocated for peak in peaks.values()), default=0)
             peaks |= profile.measure(batch, highest)
         gc.collect()

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.worker.memory_profile import limits_of
+from vllm.v1.worker.memory_profile import block_counts, has_states, limits_of
 from vllm.v1.worker.profile_batches import (
     Batch,
     Limits,
@@ -730,23 +730,13 @@ def room_for(
 ) -> int:
     """How many short prompts a KV cache of ``memory`` bytes has room for, as the
     profile at start-up counts it."""
-    # What it imports is fast once a model was made, and slow before.
-    from vllm.v1.worker.gpu.warmup import _reserved_block_count
-
-    def count(tokens: int) -> int:
-        return sum(
-            _reserved_block_count(
-                tokens,
-                group.kv_cache_spec,
-                num_lookahead_tokens=config.num_lookahead_tokens,
-                max_model_len=limits.model_len,
-                max_encoder_len=0,
-            )
-            for group in groups
-        )
-
+    counts = block_counts(config, groups)
     size = kv_cache_utils._pool_bytes_per_block(config, groups)
-    return most_requests(limits, _blocks(config, memory, size), count)
+    return most_requests(
+        limits,
+        _blocks(config, memory, size),
+        lambda tokens: sum(count(tokens) for count in counts),
+    )
 
 
 def _capacity(
@@ -824,11 +814,7 @@ def planned_figures(
             figures,
             activation=peak_of_batches(
                 rank.sizes,
-                batches(
-                    limits,
-                    requests,
-                    any(isinstance(g.kv_cache_spec, MambaSpec) for g in groups),
-                ),
+                batches(limits, requests, has_states(groups)),
             ),
             graphs=graph_bytes(config, rank.sizes),
         )
