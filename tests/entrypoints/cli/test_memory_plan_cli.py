@@ -91,7 +91,7 @@ def test_what_does_not_fit_exits_with_1(model: Path) -> None:
     run = vllm(
         "memory-plan",
         str(model),
-        *("--memory", "0.75", "--max-model-len", "8192", "--max-num-seqs", "8"),
+        *("--memory", "0.5", "--max-model-len", "8192", "--max-num-seqs", "8"),
     )
     assert run.returncode == 1
     assert "a CUDA card of capability 8.0" in run.stdout

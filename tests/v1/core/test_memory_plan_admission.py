@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Admission: what it refuses, what it lets through, and with which figures."""
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 import tests.v1.core.memory_plan_cases as cases
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.memory_plan import admission
 from vllm.v1.core.memory_plan import planner as planner_module
@@ -26,6 +28,7 @@ from vllm.v1.core.memory_plan.admission import (
 )
 from vllm.v1.core.memory_plan.model import plan_models
 from vllm.v1.core.memory_plan.planner import Changes, Rank
+from vllm.v1.core.memory_plan.table import format_plan
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.memory_report import StartupMemory
 
@@ -163,7 +166,7 @@ def test_the_figures_add_up_to_what_the_cache_gets(
         plan = planner_of(config, [report()], [specs], [available]).plan()
         parts = plan.weights + plan.activation + plan.resident + plan.outside
         assert plan.budget == available
-        assert plan.requested - parts - plan.fragmentation - plan.graphs == available
+        assert plan.requested - parts - plan.graphs == available
 
 
 def test_an_explicit_cache_is_checked_against_what_is_free(
@@ -322,3 +325,52 @@ def test_a_utilization_that_fits(free: int, said: str) -> None:
 def test_the_switch_leaves_the_message_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MEMORY_PLAN", "0")
     assert utilization_that_fits(30 * GIB, TOTAL) == ""
+
+
+def test_fragmentation_is_shown_and_not_charged(
+    served: tuple[VllmConfig, dict],
+) -> None:
+    """What the allocator holds beyond the peak lies in what stays free, or the
+    table says that it does not. 31 GiB free, 22 GiB and 700 MiB used."""
+    config, specs = served
+    beyond = report(fragmentation=700 * MIB)
+    with_room = planner_of(config, [beyond], [specs], [4 * GIB]).plan()
+    bare = planner_of(config, [report()], [specs], [4 * GIB]).plan()
+    assert with_room.budget == bare.budget == 4 * GIB
+    assert with_room.limit == bare.limit
+    assert "stay free for it" in format_plan(with_room)
+    explicit = (31 - 22) * GIB - (700 + 699) * MIB
+    set_by_user = report(fragmentation=700 * MIB, kv_explicit=explicit)
+    full = planner_of(config, [set_by_user], [specs], [explicit]).plan()
+    assert full.fits
+    [line] = [r for r in format_plan(full).splitlines() if "fragmentation" in r]
+    assert line.split()[3] == "700.0"
+    assert line.endswith(
+        "only 699.0 of the card stay free: set "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+    assert "fragmentation" not in format_plan(bare)
+
+
+def test_a_search_repeats_no_warning_of_the_grouping(
+    served: tuple[VllmConfig, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, specs = served
+    grouped = kv_cache_utils.get_kv_cache_groups
+
+    def warns(*args: Any) -> Any:
+        kv_cache_utils.logger.warning("as upstream does for some drafts")
+        return grouped(*args)
+
+    monkeypatch.setattr(kv_cache_utils, "get_kv_cache_groups", warns)
+    seen: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: seen.append(record.msg))
+    kv_cache_utils.logger.addHandler(handler)
+    try:
+        planner_of(config, [report()], [specs], [100 * MIB]).with_remedies()
+        assert seen == []
+        kv_cache_utils.logger.warning("once more")
+    finally:
+        kv_cache_utils.logger.removeHandler(handler)
+    assert seen == ["once more"]

@@ -62,6 +62,8 @@ def run(server: Server, profile: bool, **engine) -> dict:
             VLLM_CPU_KVCACHE_SPACE="1",
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             VLLM_USE_V2_MODEL_RUNNER=str(int(server.second_runner)),
+            # Two ranks would ask for a memory node each.
+            VLLM_CPU_OMP_THREADS_BIND="nobind",
             HF_HUB_OFFLINE="1",
         ),
         text=True,
@@ -144,3 +146,17 @@ def test_sliding_windows_with_a_draft_model(windowed, perfect_draft):  # noqa: F
         drafts=3,
         slots=1,
     )
+
+
+def test_two_ranks_agree(hybrid):  # noqa: F811
+    """Both run the same steps, each over half of the heads, or the start would hang."""
+    engine = dict(model=hybrid, enable_prefix_caching=False, tensor_parallel_size=2)
+    profiled, plain = run(FIRST, True, **engine), run(FIRST, False, **engine)
+    first, second = profiled["ranks"]
+    # The second rank has room for 15 prompts, the first for all. The longest and the
+    # shortest prompts twice, each with a decode step, and the longest chunk.
+    assert first == second
+    assert len(first["steps"]) == 2 * 2 + 2 * 2 + 1
+    assert max(requests for requests, _ in first["steps"]) == 15 < FIRST.sequences
+    assert first["left"] == [0, 0, 0, 0]
+    assert profiled["tokens"] == plain["tokens"]

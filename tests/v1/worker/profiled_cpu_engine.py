@@ -36,6 +36,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
 RESIDENT, PER_TOKEN, PER_REQUEST, UNUSED = 1000, 1, 100, 7
 KV_MEMORY = 2**28
+LESS = 5
+"""Powers of two that a rank has less than the one before it."""
 SEEN: dict[str, Any] = {}
 
 
@@ -92,7 +94,9 @@ class ProfiledCPUWorker(CPUWorker):
 
             drafter.propose = proposed
         SEEN["unsupported"] = memory_profile.unsupported(self.vllm_config, runner)
-        passes = memory_profile.profile_batches(self, meter, KV_MEMORY)
+        # Ranks with different memory have to agree on the least.
+        memory = KV_MEMORY >> LESS * self.rank
+        passes = memory_profile.profile_batches(self, meter, lambda peak: memory, 0)
         del self.execute_model
         if drafter is not None:
             del drafter.propose
@@ -109,6 +113,10 @@ class ProfiledCPUWorker(CPUWorker):
         ]
         return super().determine_available_memory()
 
+    def seen(self) -> dict[str, Any]:
+        """What this rank noted."""
+        return SEEN
+
 
 def main() -> None:
     task = json.load(sys.stdin)
@@ -120,7 +128,8 @@ def main() -> None:
         SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
     )
     tokens = [list(o.outputs[0].token_ids) for o in out]
-    print("RESULT " + json.dumps(SEEN | {"tokens": tokens}))
+    ranks = llm.collective_rpc("seen") if task["profile"] else [{}]
+    print("RESULT " + json.dumps(ranks[0] | {"tokens": tokens, "ranks": ranks}))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from vllm.v1.worker.memory_profile import (
 )
 from vllm.v1.worker.profile_batches import Batch, Limits
 
+MARGIN = 9
 PASSES = Passes(shapes=(("1 x 8", 300), ("4 x 2", 500)), rebuilt=40, fragmentation=60)
 
 
@@ -136,8 +137,8 @@ def device(monkeypatch):
         ),
     )
 
-    def profile_batches(worker, meter, memory):
-        state.calls.append(("steps", memory))
+    def profile_batches(worker, meter, memory, least):
+        state.calls.append(("steps", least, memory(least)))
         if isinstance(state.passes, Exception):
             raise state.passes
         return state.passes
@@ -224,6 +225,7 @@ def plain_platform(monkeypatch):
     monkeypatch.setattr(
         memory_profile, "set_current_vllm_config", lambda config: profiling(0, 0)
     )
+    monkeypatch.setattr(memory_profile, "MARGIN_BYTES", MARGIN)
     monkeypatch.delenv("VLLM_ALLOCATOR_SCOPE", raising=False)
     monkeypatch.delenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", raising=False)
 
@@ -233,13 +235,13 @@ def test_the_account(device, lines):
     it = worker(device)
     # 91,000 - 71,000 free are 20,000 consumed, 14,000 of them torch's since the
     # start: 12,000 weights and 2,000 more, and 40 that the KV cache brings again.
-    budget = 80_000 - 20_000 - 40 - 500
+    budget = 80_000 - 20_000 - 40 - 500 - MARGIN
     assert measure_startup(it, profiling) == budget
     assert device.calls == [
         ("scope", 21),
         "profile_run",
         "restored",
-        ("steps", 80_000 - 20_200),
+        ("steps", 200, 80_000 - 20_200),
     ]
     memory = it.startup_memory
     assert memory.to_dict() == dict(
@@ -248,7 +250,7 @@ def test_the_account(device, lines):
         free_at_start=91_000,
         requested=80_000,
         weights=12_000,
-        activation_peak=500,
+        activation_peak=500 + MARGIN,
         activation_shape="4 x 2",
         persistent=2_040,
         non_torch=6_000,
@@ -264,7 +266,7 @@ def test_the_account(device, lines):
     )
     # Upstream's own attributes, which its log and the start-up plan read.
     assert it.total_consumed == 20_040
-    assert it.peak_activation_memory == 500
+    assert it.peak_activation_memory == 500 + MARGIN
     assert it.cudagraph_memory_estimate == 0
     assert it.available_kv_cache_memory_bytes == budget
     assert len(lines) == 1 and "truthful profile" in lines[0]
@@ -275,11 +277,11 @@ def test_graphs_are_reserved_as_measured(device, lines, monkeypatch, charged, re
     monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", charged)
     device.estimated = 700
     it = worker(device, graphs=True)
-    assert measure_startup(it, profiling) == 80_000 - 20_040 - 500 - reserved
+    assert measure_startup(it, profiling) == 80_000 - 20_040 - 500 - MARGIN - reserved
     assert device.calls[-1] == "graphs"
     assert it.startup_memory.graphs_estimated == 700
     assert it.startup_memory.graphs_reserved == reserved
-    assert it.peak_activation_memory == 500 + reserved
+    assert it.peak_activation_memory == 500 + MARGIN + reserved
     assert it.cudagraph_memory_estimate == 700
 
     record_graphs(it, 3 * 2**20)
@@ -296,14 +298,84 @@ def test_no_graphs_no_line(device, lines):
     assert len(lines) == before
 
 
-@pytest.mark.parametrize("explicit, room", [(30_000, 30_000), (70_000, 59_800)])
-def test_an_explicit_budget_is_measured_too(device, lines, explicit, room):
-    """It is returned as it is, and bounds the requests of a step."""
+@pytest.mark.parametrize("explicit", [30_000, 70_000])
+def test_an_explicit_budget_is_measured_too(device, lines, explicit):
+    """It is returned as it is, and is what prompts have room in, whatever the
+    utilization would leave."""
     it = worker(device, explicit=explicit)
     assert measure_startup(it, profiling) == explicit
-    assert device.calls[-1] == ("steps", room)
+    assert device.calls[-1] == ("steps", 200, explicit)
     assert it.startup_memory.kv_explicit == explicit
-    assert it.startup_memory.kv_budget == 80_000 - 20_040 - 500
+    assert it.startup_memory.kv_budget == 80_000 - 20_040 - 500 - MARGIN
+
+
+class FakeProfile:
+    """Steps of 1,000 tokens. A prompt keeps 182 bytes of the KV cache; a step's peak
+    is 1,000 and 4 for each of its prompts."""
+
+    limits = Limits(tokens=1000, sequences=128, model_len=2000, context=True)
+    groups: list = []
+    before = 0
+
+    def __init__(self, worker, meter):
+        self.steps: list[Batch] = []
+        self.known: list[int] = []
+        self.caches: list[int] = []
+        worker.profile = self
+
+    @contextmanager
+    def cache(self, requests):
+        self.caches.append(requests)
+        yield
+
+    def most_requests(self, memory):
+        return max(1, min(128, memory // 182))
+
+    def measure(self, batch, known):
+        self.steps.append(batch)
+        self.known.append(known)
+        allocated = 1000 + 4 * batch.requests + (batch.context > 0)
+        return {
+            batch.name: Peak(allocated, 5),
+            f"{batch.requests} x 1 decode": Peak(batch.requests, 0),
+        }
+
+    def resident(self):
+        return 40
+
+
+@pytest.mark.parametrize(
+    "memory, crowds",
+    [
+        # 102 prompts have room next to their own peak, 101 next to that of 128.
+        (lambda peak: 20_000 - peak, [104, 102]),
+        (lambda peak: 40_000 - peak, [128]),
+        # An explicit budget does not shrink.
+        (lambda peak: 18_200, [100]),
+    ],
+)
+def test_as_many_prompts_as_have_room_next_to_their_peak(monkeypatch, memory, crowds):
+    monkeypatch.setattr(memory_profile, "Profile", FakeProfile)
+    it, meter = SimpleNamespace(), SimpleNamespace(allocated=lambda: 30)
+    passes = memory_profile.profile_batches(it, meter, memory, least=900)
+    steps, settled = it.profile.steps, crowds[-1]
+    assert [b.requests for b in steps if b.requests > 16] == crowds
+    assert it.profile.caches == [crowds[0]]
+    names = [name for name, _ in passes.shapes]
+    few, many = "1 x 1000", f"{settled} x {1000 // settled}"
+    assert names == [
+        few,
+        "1 x 1 decode",
+        many,
+        f"{settled} x 1 decode",
+        f"16 x {1000 // 16}",
+        "16 x 1 decode",
+        "1 x 1000 after 999",
+    ]
+    assert passes.worst == (many, 1000 + 4 * settled)
+    # What was too crowded is no promise, and no reason to skip a warm pass.
+    assert max(it.profile.known) <= passes.worst[1]
+    assert (passes.rebuilt, passes.fragmentation) == (10, 5)
 
 
 def test_what_is_not_supported_warns_once(device, lines, monkeypatch):
@@ -601,4 +673,4 @@ def test_a_rank_reports(device, lines):
     assert gpu_worker.Worker.get_startup_memory(it) is None
     measure_startup(it, profiling)
     report = gpu_worker.Worker.get_startup_memory(it)
-    assert report["kv_budget"] == 59_460 and report["rank"] == 3
+    assert report["kv_budget"] == 59_460 - MARGIN and report["rank"] == 3

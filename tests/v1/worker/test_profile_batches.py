@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which batches are profiled, and that the scheduler could have sent them."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from vllm.v1.worker.profile_batches import (
     longest,
     most_chunks,
     most_requests,
+    settle,
     split,
     steps,
 )
@@ -144,6 +146,48 @@ def test_requests_with_one_group_and_small_blocks():
     assert most_requests(SERVER, 512, lambda tokens: cdiv(tokens, 16)) == 1
     # Between the two, lengths that end in a block's middle need more.
     assert most_requests(SERVER, 560, lambda tokens: cdiv(tokens, 16)) == 128
+
+
+@pytest.mark.parametrize(
+    "memory, requests, expected",
+    [
+        # n prompts keep 182 n bytes, and their step takes 1,000 + 4 n of 20,000:
+        # 102 have room. Next to the peak of 128 there is room for 101 only.
+        (20_000, 102, 102),
+        (20_000, 128, 102),
+        (40_000, 128, 128),
+        (0, 7, 1),
+    ],
+)
+def test_a_step_has_room_next_to_its_own_peak(memory, requests, expected):
+    asked = []
+
+    def room_beside(count: int) -> int:
+        asked.append(count)
+        return max(1, (memory - 1000 - 4 * count) // 182)
+
+    assert settle(requests, room_beside) == expected
+    assert len(asked) <= 2
+
+
+@given(
+    st.integers(1, 200),
+    st.lists(st.integers(0, 9), min_size=200, max_size=200),
+    st.integers(0, 1500),
+    st.integers(1, 20),
+)
+def test_settling_leaves_out_no_step_that_has_room(most, steps, memory, each):
+    """Against a search: peaks that grow in any way with the number of prompts."""
+    peaks = list(itertools.accumulate(steps))
+
+    def room_beside(count: int) -> int:
+        return max(1, (memory - peaks[count - 1]) // each)
+
+    settled = settle(most, room_beside)
+    assert 1 <= settled <= most
+    assert settled >= max(n for n in range(1, most + 1) if n <= max(1, room_beside(n)))
+    # What is promised for it leaves room for no more.
+    assert settled == most or room_beside(settled) <= settled
 
 
 def test_the_messages_of_a_batch():

@@ -14,7 +14,7 @@ the ranks agree first.
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,10 @@ from vllm.v1.worker.profile_batches import (
     Limits,
     Step,
     batches,
+    crowded,
+    longest,
     most_requests,
+    settle,
     steps,
 )
 
@@ -51,6 +54,10 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 SWITCH = "VLLM_TRUTHFUL_PROFILE"
+
+MARGIN_BYTES = 2 * MiB_bytes
+"""For small tensors that a server's steps have beyond the profile's: less than half a
+MiB was seen. The allocator's own unit."""
 
 
 class Meter(Protocol):
@@ -399,26 +406,54 @@ class _Kept(dict):
         """Keep what is there."""
 
 
-def profile_batches(worker: "Worker", meter: Meter, memory: int) -> Passes:
+def profile_batches(
+    worker: "Worker", meter: Meter, memory: Callable[[int], int], least: int
+) -> Passes:
     """Run the batches on the worker; see the module's docstring.
 
     Args:
         worker: with its model loaded and `profile_run` done once.
         meter: counts what the steps allocate.
-        memory: at least the bytes that the KV cache will have. It bounds how many
-            prompts can share a step.
+        memory: bytes of an activation peak to the bytes that the KV cache has next
+            to it. They bound how many prompts can share a step.
+        least: a peak that is known to be too low, such as upstream's, in bytes.
 
     """
     profile = Profile(worker, meter)
-    limits = profile.limits
-    requests = agree_least(profile.most_requests(memory))
-    peaks: dict[str, Peak] = {}
-    with profile.cache(requests):
-        for batch in batches(limits, requests, has_states(profile.groups)):
-            highest = max((peak.allocated for peak in peaks.values()), default=0)
-            peaks |= profile.measure(batch, highest)
+    limits, states = profile.limits, agree_any(has_states(profile.groups))
+    measured: dict[Batch, dict[str, Peak]] = {}
+
+    def highest(batches: Iterable[Batch]) -> int:
+        found = (measured[batch].values() for batch in batches if batch in measured)
+        return max((p.allocated for peaks in found for p in peaks), default=0)
+
+    def measure(batch: Batch, beside: Iterable[Batch]) -> None:
+        """Measure it next to batches that are promised as well."""
+        if batch not in measured:
+            measured[batch] = profile.measure(batch, highest(beside))
+
+    def room(peak: int) -> int:
+        return agree_least(profile.most_requests(memory(peak)))
+
+    def room_beside(requests: int) -> int:
+        batch = crowded(limits, requests, states)
+        measure(batch, [few])
+        return room(highest([batch]))
+
+    few, most = longest(limits), room(least)
+    with profile.cache(most):
+        measure(few, [])
+        most = settle(min(most, room(highest([few]))), room_beside)
+        chosen = batches(limits, most, states)
+        for batch in chosen:
+            measure(batch, chosen)
         gc.collect()
         resident = profile.resident()
+    # Left out are steps that were too crowded, and led to those that are not.
+    peaks: dict[str, Peak] = {}
+    for batch in chosen:
+        for name, peak in measured[batch].items():
+            peaks[name] = max(peak, peaks.get(name, peak))
     return Passes(
         shapes=tuple((name, peak.allocated) for name, peak in peaks.items()),
         rebuilt=max(0, resident - (meter.allocated() - profile.before)),
@@ -486,14 +521,18 @@ def _passes(
             why,
         )
         return None
-    # Upstream's peak is below the real one, so this is room for too many requests
-    # rather than for too few.
-    memory = int(worker.requested_memory) - result.non_kv_cache_memory
-    if explicit := worker.cache_config.kv_cache_memory_bytes:
-        memory = min(memory, explicit)
+    explicit = worker.cache_config.kv_cache_memory_bytes
+    beside = int(worker.requested_memory) - (
+        result.non_kv_cache_memory - result.transient_peak_headroom
+    )
+
+    def memory(peak: int) -> int:
+        return explicit or beside - peak
+
     meter = DeviceMeter()
     try:
-        passes = profile_batches(worker, meter, memory)
+        least = int(result.transient_peak_headroom)
+        passes = profile_batches(worker, meter, memory, least)
         return with_encoder(passes, meter, run, kept) if kept else passes
     except torch.OutOfMemoryError:
         raise
@@ -547,12 +586,13 @@ def _account(
     if passes is None:
         shape = f"1 x {worker.scheduler_config.max_num_batched_tokens}"
         passes = Passes(((shape, result.transient_peak_headroom),), 0, 0)
-        profile = "upstream"
+        profile, margin = "upstream", 0
     else:
-        profile = "truthful"
+        profile, margin = "truthful", MARGIN_BYTES
     estimated = _graphs(worker)
     reserved = estimated if envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS else 0
     shape, peak = passes.worst
+    peak += margin
     weights = int(worker.model_runner.model_memory_usage)
     torch_growth = snapshot.torch_allocated - before.torch_allocated
     persistent = max(0, torch_growth - weights) + passes.rebuilt

@@ -25,7 +25,7 @@ class StartupMemory:
         requested: what vLLM may use, `gpu_memory_utilization` of `total`.
         weights: what loading the model, the draft included, left behind.
         activation_peak: the highest transient peak of any profiled batch, over
-            what stays resident.
+            what stays resident, and a margin of 2 MiB where real steps ran.
         activation_shape: the batch that causes it, such as "16 x 512"; with a
             multimodal encoder, a pass that runs it has its own name.
         persistent: what else stays allocated: the runner's buffers, workspaces

@@ -153,6 +153,28 @@ def chunk(limits: Limits) -> Batch | None:
     return Batch(1, total, context)
 
 
+def crowded(limits: Limits, requests: int, has_states: bool) -> Batch:
+    """Return the batch of about `requests` prompts that costs most."""
+    return (most_chunks if has_states else split)(limits, requests)
+
+
+def settle(requests: int, room_beside: Callable[[int], int]) -> int:
+    """Return how many prompts share a step next to that step's own peak.
+
+    The more prompts a step has, the higher its peak and the smaller the KV cache
+    that is left for them. The result is enough for every number that has room:
+    next to its peak there is none for more.
+
+    Args:
+        requests: more than will share a step, or as many.
+        room_beside: a number of prompts to how many have room next to the peak of
+            a step of so many. Falls as the number grows. Called twice at most.
+
+    """
+    fewest = room_beside(requests)
+    return requests if fewest >= requests else min(requests, room_beside(fewest))
+
+
 def batches(limits: Limits, requests: int, has_states: bool) -> list[Batch]:
     """Return the batches whose peaks bound those of all others.
 
@@ -163,7 +185,7 @@ def batches(limits: Limits, requests: int, has_states: bool) -> list[Batch]:
 
     """
     few = longest(limits)
-    found = [few, (most_chunks if has_states else split)(limits, requests)]
+    found = [few, crowded(limits, requests, has_states)]
     if few.requests < MIDDLE < requests:
         found.append(split(limits, MIDDLE))
     if with_context := chunk(limits):

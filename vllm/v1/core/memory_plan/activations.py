@@ -28,13 +28,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from vllm.model_executor.kernels.linear.sm70.tiling import plan_tiles
-from vllm.utils.math_utils import cdiv
+from vllm.utils.math_utils import cdiv, next_power_of_2
 from vllm.v1.worker.profile_batches import STATE_CHUNK
 
 MIB = 2**20
 
-SAMPLER_BYTES = 4 + 4 + 4
-"""For each logit, beside the model's own: FP32 logits, probabilities, noise."""
+SAMPLER_BYTES = 4
+SAMPLER_BYTES_V1 = 26
+"""For each logit, beside the model's own: the second runner's FP32 copy, and the
+first runner's logits, probabilities, noise, and their order for top-k and top-p.
+With these an H200's 183 and 840 MiB for 126 requests of 248,320 logits are 184 and
+840, and 1,147 MiB for 98 requests with seven drafts each are 1,146."""
+
+VERIFIED_BYTES = 2**30
+"""Of the FP32 copy when drafts are verified: the second runner does it in parts."""
+
+SAMPLER_PROGRAMS = 128
+"""About the multiprocessors of a card: 80 of a V100, 132 of an H200."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,27 @@ class Tiled:
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """Scratch that experts keep for the longest step.
+
+    Attributes:
+        token: bytes for each token that is run at once.
+        chunk: the most tokens that are; 0 for all of a step.
+        budget: the most bytes, where the experts keep to one; 0 where they do not.
+
+    """
+
+    token: int
+    chunk: int = 0
+    budget: int = 0
+
+    def bytes_for(self, tokens: int) -> int:
+        """Bytes for a step of ``tokens``."""
+        size = self.token * (min(tokens, self.chunk) if self.chunk else tokens)
+        return min(size, self.budget) if self.budget else size
+
+
+@dataclass(frozen=True)
 class Part:
     """What is alive together at one place of a step."""
 
@@ -75,10 +106,15 @@ class Sizes:
         stream: lines that live through the step.
         parts: the parts of the step; equal ones once.
         logits: elements of one row of logits, the whole vocabulary.
-        rows_per_sequence: rows of logits for a sequence: 1, and one for each
-            draft token.
-        resident_token: bytes for each token of the widest step of buffers that stay:
-            the experts' workspaces, a draft's hidden states.
+        rows_per_sequence: rows of logits for a sequence that decodes: 1, and one
+            for each draft token.
+        sampler_bytes: for each logit beside the model's own.
+        workspaces: of the experts; they share one.
+        resident_token: bytes for each token of the longest step of buffers that
+            stay: a draft's hidden states.
+        resident: bytes that stay whatever the step: weights that a draft merges.
+        attention: names of attention layers, and the bytes that their backend keeps
+            for each KV cache group that has such a layer.
         decoder_layers: layers of the target, for the graphs.
         notes: what the formulae leave out for this model.
 
@@ -89,7 +125,11 @@ class Sizes:
     parts: tuple[Part, ...] = ()
     logits: int = 0
     rows_per_sequence: int = 1
+    sampler_bytes: int = SAMPLER_BYTES
+    workspaces: tuple[Workspace, ...] = ()
     resident_token: int = 0
+    resident: int = 0
+    attention: tuple[tuple[str, int], ...] = ()
     decoder_layers: int = 0
     notes: tuple[str, ...] = ()
 
@@ -157,7 +197,44 @@ def resident_bytes(sizes: Sizes, tokens: int) -> int:
     scratch = [
         _plan(t, tokens, sizes.itemsize)[0] for p in sizes.parts for t in p.tiled
     ]
-    return max(scratch, default=0) + sizes.resident_token * tokens
+    experts = [workspace.bytes_for(tokens) for workspace in sizes.workspaces]
+    kept = sizes.resident + sizes.resident_token * tokens
+    return max(scratch, default=0) + max(experts, default=0) + kept
+
+
+def sampler_bytes(sizes: Sizes, sequences: int, requests: int) -> int:
+    """Bytes that sampling keeps on a GPU: the buffer of top-k and top-p for a power
+    of two of rows of logits, one for each program that runs at once. With the second
+    runner also, for penalties, each request's counts of tokens and a bit for each
+    token of its prompt; and the mask of structured outputs, a bit for each logit.
+
+    Args:
+        sizes: of the model.
+        sequences: ``max_num_seqs``.
+        requests: of these, how many have room in the KV cache.
+
+    """
+    rows = sizes.rows_per_sequence
+    programs = min(next_power_of_2(requests * rows), SAMPLER_PROGRAMS)
+    buffer = 4 * sizes.logits * programs
+    if sizes.sampler_bytes == SAMPLER_BYTES_V1:
+        return buffer
+    bits = 4 * cdiv(sizes.logits, 32) * sequences * (1 + rows)
+    return buffer + 4 * sizes.logits * sequences + bits
+
+
+def attention_bytes(sizes: Sizes, groups: Iterable[Iterable[str]]) -> int:
+    """Bytes that attention backends keep on a GPU: every KV cache group has its own.
+
+    Args:
+        sizes: of the model.
+        groups: names of the layers of each group.
+
+    """
+    kept = dict(sizes.attention)
+    return sum(
+        max((kept.get(name, 0) for name in names), default=0) for names in groups
+    )
 
 
 def _parts(sizes: Sizes, shape: Shape) -> Iterator[Peak]:
@@ -168,15 +245,23 @@ def _parts(sizes: Sizes, shape: Shape) -> Iterator[Peak]:
         if max(tiles, default=0):
             lines.append(("tiles of the gate and up product", max(tiles)))
         yield _peak(shape, part.name, always + lines)
-    rows = shape.sequences * sizes.rows_per_sequence
-    lines = [
+    yield _peak(shape, "sampler", always + _sampler(sizes, shape.sequences))
+    if sizes.rows_per_sequence > 1:
+        # The next step: a token and its drafts for each, and as many rows.
+        rows = shape.sequences * sizes.rows_per_sequence
+        decode = Shape(shape.name, (sizes.rows_per_sequence,) * shape.sequences)
+        stream = [(line.name, _bytes(line, decode)) for line in sizes.stream]
+        yield _peak(shape, "verified drafts", stream + _sampler(sizes, rows))
+
+
+def _sampler(sizes: Sizes, rows: int) -> list[tuple[str, int]]:
+    copies = rows * sizes.logits * sizes.sampler_bytes
+    if sizes.rows_per_sequence > 1 and sizes.sampler_bytes == SAMPLER_BYTES:
+        copies = min(copies, VERIFIED_BYTES)
+    return [
         ("logits", rows * sizes.logits * sizes.itemsize),
-        (
-            "FP32 logits, probabilities and noise",
-            rows * sizes.logits * SAMPLER_BYTES,
-        ),
+        ("FP32 logits and what is made of them", copies),
     ]
-    yield _peak(shape, "sampler", always + lines)
 
 
 def _peak(shape: Shape, part: str, lines: list[tuple[str, int]]) -> Peak:

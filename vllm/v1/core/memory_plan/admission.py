@@ -216,7 +216,7 @@ def _figures(report: RankReport, requested: int, available: int | None) -> Any:
 def report_of(worker: Any) -> RankReport:
     """Called in each worker: its memory, and the sizes of its model."""
     from vllm.platforms import current_platform
-    from vllm.v1.core.memory_plan.model import bytes_of
+    from vllm.v1.core.memory_plan.model import allocated_bytes
 
     runner = worker.model_runner
     target = runner.get_model()
@@ -248,7 +248,7 @@ def report_of(worker: Any) -> RankReport:
         device=name,
         total=total,
         free=free,
-        weights=bytes_of(models),
+        weights=allocated_bytes(models),
         process=process,
         sizes=_sizes(worker.vllm_config, target, draft),
         startup=startup,

@@ -25,11 +25,15 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.math_utils import round_up
 from vllm.v1.core.memory_plan.activations import Sizes
 from vllm.v1.core.memory_plan.sizes import read_sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 logger = init_logger(__name__)
+
+OWN_SEGMENT_BYTES, SEGMENT_BYTES = 10 * 2**20, 2 * 2**20
+"""PyTorch's: tensors from here on have a segment of their own, a multiple of that."""
 
 LOAD_FORMAT = "memory_plan"
 """The load format whose loader makes models on the ``meta`` device."""
@@ -42,7 +46,8 @@ class PlannedModel:
     Attributes:
         config: the configuration, with the blocks that the platform chose.
         rank: pipeline stage; tensor-parallel ranks of a stage hold the same.
-        weights_bytes: parameters and buffers of the target and the draft.
+        weights_bytes: parameters and buffers of the target and the draft, as
+            `allocated_bytes` counts them.
         draft_bytes: of these, what the draft adds.
         specs: each layer's KV-cache spec, as a worker would report it.
         sizes: what the activation formulae take.
@@ -81,13 +86,30 @@ def copy_config(config: VllmConfig) -> VllmConfig:
 
 def bytes_of(models: Iterable[torch.nn.Module]) -> int:
     """Bytes of parameters and buffers; shared ones count once."""
-    sizes = {
+    return sum(_tensor_bytes(models))
+
+
+def allocated_bytes(models: Iterable[torch.nn.Module]) -> int:
+    """The same as PyTorch's allocator counts it on a GPU.
+
+    It reserves segments of 2 MiB and more for tensors of 10 MiB, which are not split
+    while a model loads.
+    """
+    if not current_platform.is_cuda_alike():
+        return bytes_of(models)
+    return sum(
+        round_up(size, SEGMENT_BYTES) if size >= OWN_SEGMENT_BYTES else size
+        for size in _tensor_bytes(models)
+    )
+
+
+def _tensor_bytes(models: Iterable[torch.nn.Module]) -> Iterable[int]:
+    return {
         id(tensor): tensor.nbytes
         for model in models
         for tensors in (model.parameters(), model.buffers())
         for tensor in tensors
-    }
-    return sum(sizes.values())
+    }.values()
 
 
 def _plan_stage(config: VllmConfig, stage: int) -> PlannedModel:
@@ -114,8 +136,8 @@ def _plan_stage(config: VllmConfig, stage: int) -> PlannedModel:
         return PlannedModel(
             config=config,
             rank=stage * config.parallel_config.tensor_parallel_size,
-            weights_bytes=bytes_of(models),
-            draft_bytes=bytes_of(models) - bytes_of([target]),
+            weights_bytes=allocated_bytes(models),
+            draft_bytes=allocated_bytes(models) - allocated_bytes([target]),
             specs=specs,
             sizes=read_sizes(config, target, draft),
         )

@@ -9,7 +9,9 @@ that the engine itself calls.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,8 +25,10 @@ from vllm.v1.core.memory_plan.activations import (
     Peak,
     Shape,
     Sizes,
+    attention_bytes,
     peak_of,
     resident_bytes,
+    sampler_bytes,
 )
 from vllm.v1.core.memory_plan.model import copy_config, plan_models
 from vllm.v1.core.memory_plan.table import KvNeed, MemoryPlan, Remedy
@@ -39,17 +43,22 @@ from vllm.v1.worker.profile_batches import (
     Batch,
     Limits,
     batches,
+    crowded,
     longest,
     most_requests,
+    settle,
 )
 
 logger = init_logger(__name__)
 
 MIB = 2**20
 
-OUTSIDE_TORCH_BYTES = 666 * MIB
-"""The CUDA context, loaded modules and cuBLAS. 0.65 GiB of an H200 were neither
-weights, activations nor KV cache; other cards were not measured."""
+OUTSIDE_TORCH_BYTES = 400 * MIB
+"""Modules, kernels, libraries. Measured on an H200: 277 to 376 in a process of its
+own, 438 in a server's engine process. Other cards were not measured."""
+
+LIBRARY_BYTES = 36 * MIB
+"""What stays of cuBLAS's workspace, 32 MiB, and of small buffers, on an H200."""
 
 COMMUNICATOR_BYTES = 256 * MIB
 """NCCL's and the custom all-reduce's buffers with several ranks. An estimate."""
@@ -112,7 +121,7 @@ class RankFigures:
     @property
     def used(self) -> int:
         used = self.weights + self.activation.bytes + self.resident + self.outside
-        return used + self.fragmentation + self.graphs
+        return used + self.graphs
 
     def adjusted(self, base: RankFigures, new: RankFigures) -> RankFigures:
         """These measured figures after a change that the formulae take from
@@ -438,7 +447,8 @@ class Planner:
         if plan.explicit is None or plan.kv is None or plan.limit is None:
             return None
         need = plan.kv.of(plan.max_num_seqs if aim is _fits_all else 1)
-        size = need if plan.over == 0 else max(plan.limit, 0)
+        # At the limit nothing would be left for fragmentation.
+        size = need if plan.over == 0 else max(plan.limit - plan.fragmentation, 0)
         if plan.explicit_setting == CPU_SETTING:
             gib = cdiv(need, 2**30)
             size, setting = gib * 2**30, f"{plan.explicit_setting}={gib}"
@@ -659,11 +669,27 @@ def groups_of(
     for name, spec in merged.items():
         if isinstance(spec, SlidingWindowSpec):
             merged[name] = replace(spec, extra_retained_tokens=retained)
-    groups = kv_cache_utils.get_kv_cache_groups(config, merged)
+    with _without_warnings():
+        groups = kv_cache_utils.get_kv_cache_groups(config, merged)
     return [
         kv_cache_utils._project_kv_cache_groups_to_worker(groups, of_rank)
         for of_rank in specs
     ]
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Grouping warns about the groups each time, and a search groups often. The
+    engine's own grouping warns itself."""
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    kv_cache_utils.logger.addFilter(is_error)
+    try:
+        yield
+    finally:
+        kv_cache_utils.logger.removeFilter(is_error)
 
 
 def needs(
@@ -775,8 +801,8 @@ def planned_figures(
 ) -> list[RankFigures]:
     """Each rank's figures by the formulae, for the batches that start-up profiles.
 
-    The KV cache bounds how many prompts share a step: the one that the peak of the
-    longest prompts would leave, which is more than there will be.
+    The KV cache that is left next to a step's own peak bounds how many prompts
+    share it, as in `memory_profile.profile_batches`.
 
     Args:
         config: the configuration.
@@ -787,38 +813,59 @@ def planned_figures(
     """
     limits = limits_of(config)
     scheduled = config.scheduler_config.max_num_batched_tokens
+    on_gpu = current_platform.is_cuda_alike()
     outside = 0
-    if current_platform.is_cuda_alike():
+    if on_gpu:
         outside = OUTSIDE_TORCH_BYTES
         if config.parallel_config.world_size > 1:
             outside += COMMUNICATOR_BYTES
+    all_groups = groups_of(config, [rank.specs for rank in ranks])
     least = [
         RankFigures(
             rank=rank.rank,
             weights=rank.weights,
             activation=peak_of_batches(rank.sizes, [longest(limits)]),
-            resident=resident_bytes(rank.sizes, scheduled),
+            resident=resident_bytes(rank.sizes, scheduled)
+            + on_gpu
+            * (
+                LIBRARY_BYTES
+                + attention_bytes(rank.sizes, [group.layer_names for group in groups])
+            ),
             outside=outside,
         )
-        for rank in ranks
+        for rank, groups in zip(ranks, all_groups)
     ]
-    all_groups = groups_of(config, [rank.specs for rank in ranks])
-    requests = limits.requests
-    for figures, groups in zip(least, all_groups):
-        if groups:
-            memory = requested - figures.used
-            memory = memory if explicit is None else min(memory, explicit)
-            requests = min(requests, room_for(config, limits, groups, memory))
+    planned = [*zip(ranks, least, all_groups)]
+    states = any(has_states(groups) for groups in all_groups)
+
+    def room(peaks: Sequence[Peak]) -> int:
+        """Prompts that have room on every rank, next to its peak."""
+        requests = limits.requests
+        for (_, figures, groups), peak in zip(planned, peaks):
+            if groups:
+                left = requested - replace(figures, activation=peak).used
+                memory = left if explicit is None else explicit
+                requests = min(requests, room_for(config, limits, groups, memory))
+        return requests
+
+    def room_beside(requests: int) -> int:
+        return room(
+            [
+                peak_of_batches(rank.sizes, [crowded(limits, requests, states)])
+                for rank, _, _ in planned
+            ]
+        )
+
+    requests = settle(room([figures.activation for figures in least]), room_beside)
     return [
         replace(
             figures,
-            activation=peak_of_batches(
-                rank.sizes,
-                batches(limits, requests, has_states(groups)),
-            ),
+            resident=figures.resident
+            + on_gpu * sampler_bytes(rank.sizes, limits.sequences, requests),
+            activation=peak_of_batches(rank.sizes, batches(limits, requests, states)),
             graphs=graph_bytes(config, rank.sizes),
         )
-        for rank, figures, groups in zip(ranks, least, all_groups)
+        for rank, figures, _ in planned
     ]
 
 

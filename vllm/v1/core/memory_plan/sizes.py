@@ -9,6 +9,7 @@ of vLLM's own layers are read, never a model's name.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from vllm.config import CompilationMode, VllmConfig
 from vllm.model_executor.kernels.linear.sm70.settings import LinearSettings
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe.token_chunks import ChunkSettings
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -24,11 +26,15 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.utils.math_utils import cdiv, next_power_of_2
 from vllm.v1.core.memory_plan.activations import (
+    SAMPLER_BYTES,
+    SAMPLER_BYTES_V1,
     Line,
     Part,
     Sizes,
     Tiled,
+    Workspace,
     attention_part,
     gdn_part,
     mlp_part,
@@ -72,12 +78,12 @@ def read_sizes(
     if draft is not None and spec is not None and spec.method not in _BLOCK_DRAFTS:
         modules += list(draft.modules())
     parts: dict[Part, None] = {}
-    workspace = 0
+    workspaces: dict[Workspace, None] = {}
     for module in modules:
         for part in _parts(vllm_config, module, itemsize):
             parts[part] = None
         if moe := _moe(module):
-            workspace = max(workspace, moe_workspace_token(*moe[:3], itemsize))
+            workspaces[_workspace(vllm_config, module, moe, itemsize)] = None
             parts[moe_part(moe[0], moe[3], itemsize)] = None
     if auxiliary and draft is not None:
         parts[_draft_part(draft, auxiliary, hidden, itemsize)] = None
@@ -87,7 +93,13 @@ def read_sizes(
         parts=tuple(parts),
         logits=_logits(target, model_config.get_vocab_size()),
         rows_per_sequence=1 + vllm_config.num_speculative_tokens,
-        resident_token=workspace + (hidden * itemsize if draft is not None else 0),
+        sampler_bytes=(
+            SAMPLER_BYTES if vllm_config.use_v2_model_runner else SAMPLER_BYTES_V1
+        ),
+        workspaces=tuple(workspaces),
+        resident_token=hidden * itemsize if draft is not None else 0,
+        resident=_merged_weights(vllm_config, draft, itemsize),
+        attention=tuple(_attention_buffers([target, draft])),
         decoder_layers=model_config.get_num_layers(vllm_config.parallel_config),
         notes=tuple(_notes(vllm_config)),
     )
@@ -139,7 +151,7 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
         query = attention.num_heads * attention.head_size
         rows = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
         projected = sum(_columns(c) for c in linears.values() if c not in rows)
-        yield attention_part(
+        part = attention_part(
             sum(_columns(c) for c in rows),
             projected,
             query,
@@ -149,6 +161,7 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
             normed=any(hasattr(module, name) for name in ("q_norm", "query_norm")),
             tiled=tiled,
         )
+        yield replace(part, lines=part.lines + _quantized_input(rows))
         return
     down = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
     up = [c for c in linears.values() if c not in down]
@@ -159,7 +172,7 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
         if gated is not None and gated.columns != inner:
             gated = None
         others = tuple(filter(None, (_tiled(c, False) for c in down)))
-        yield mlp_part(
+        part = mlp_part(
             _columns(down[0]),
             inner,
             sum(_columns(c) for c in up),
@@ -167,6 +180,7 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
             tiled if gated is None else (gated, *others),
             gated_at_once=gated is not None,
         )
+        yield replace(part, lines=part.lines + _quantized_input(down))
 
 
 def _latent_attention(
@@ -191,19 +205,34 @@ def _columns(layer: Any) -> int:
     return getattr(layer, "output_size_per_partition", layer.output_size)
 
 
+def _kernels(layer: Any) -> list[Any]:
+    """What the layer's quantization method holds, its kernel among it."""
+    method = getattr(layer, "quant_method", None)
+    scheme = getattr(layer, "scheme", None)
+    holders = [holder for holder in (method, scheme) if holder is not None]
+    return [value for holder in holders for value in vars(holder).values()]
+
+
+def _quantized_input(layers: list[Any]) -> tuple[Line, ...]:
+    """The FP8 copy that a kernel makes of its input, a scale for each 128."""
+    inputs = [
+        layer.input_size_per_partition
+        for layer in layers
+        if any(
+            hasattr(kernel, "quant_fp8") and getattr(kernel, "apply_input_quant", True)
+            for kernel in _kernels(layer)
+        )
+    ]
+    if not inputs:
+        return ()
+    return (Line("quantized input", token=sum(i + 4 * cdiv(i, 128) for i in inputs)),)
+
+
 def _tiled(layer: Any, gated: bool) -> Tiled | None:
     """The layer as the tiling sees it, or None when its kernel is not ours."""
     from vllm.model_executor.kernels.linear.sm70.capability import BACKEND_KERNELS
 
-    method = getattr(layer, "quant_method", None)
-    scheme = getattr(layer, "scheme", None)
-    kernels = [
-        value
-        for holder in (method, scheme)
-        if holder is not None
-        for value in vars(holder).values()
-    ]
-    if not any(type(kernel) in BACKEND_KERNELS for kernel in kernels):
+    if not any(type(kernel) in BACKEND_KERNELS for kernel in _kernels(layer)):
         return None
     depth = getattr(layer, "input_size_per_partition", layer.input_size)
     width = LinearSettings.from_environment().tile_width
@@ -259,6 +288,24 @@ def _moe(module: Any) -> tuple[int, int, int, int] | None:
     )
 
 
+def _workspace(
+    config: VllmConfig, module: Any, moe: tuple[int, int, int, int], itemsize: int
+) -> Workspace:
+    """What the layer's experts keep, as their settings bound it."""
+    hidden, intermediate, top_k, _ = moe
+    settings = ChunkSettings.from_environment(
+        config.scheduler_config.max_num_batched_tokens
+    )
+    experts = getattr(getattr(module, "quant_method", None), "experts_cls", None)
+    own = getattr(experts, "workspace_budget_bytes", 0)
+    budget = own if settings.budget_bytes is None else settings.budget_bytes
+    if own:
+        token = top_k * (intermediate + hidden) * itemsize
+    else:
+        token = moe_workspace_token(hidden, intermediate, top_k, itemsize)
+    return Workspace(token, settings.tokens or 0, budget)
+
+
 def _draft_part(
     draft: torch.nn.Module, auxiliary: int, hidden: int, itemsize: int
 ) -> Part:
@@ -274,6 +321,37 @@ def _draft_part(
             Line("keys and values of its layers", token=keys_values * itemsize),
         ),
     )
+
+
+def _merged_weights(
+    config: VllmConfig, draft: torch.nn.Module | None, itemsize: int
+) -> int:
+    """Bytes of the projection to all layers' keys and values, which a block draft
+    makes of its layers' own when it runs first."""
+    spec = config.speculative_config
+    if draft is None or spec is None or spec.method not in _BLOCK_DRAFTS:
+        return 0
+    heads = [m for m in draft.modules() if isinstance(m, Attention)]
+    columns = sum(2 * m.num_kv_heads * m.head_size for m in heads)
+    return columns * spec.draft_model_config.get_hidden_size() * itemsize
+
+
+def _attention_buffers(
+    models: list[torch.nn.Module | None],
+) -> Iterator[tuple[str, int]]:
+    """The partial results of Triton's decode kernel, FP32: for as many tokens as it
+    splits, of each head, 16 segments."""
+    for model in filter(None, models):
+        for module in model.modules():
+            if not isinstance(module, Attention):
+                continue
+            if module.attn_backend.get_name() != "TRITON_ATTN":
+                continue
+            from vllm.v1.attention.backends import triton_attn
+
+            tokens = triton_attn.MIN_LAUNCH_GRID_SIZE_2D // module.num_kv_heads
+            rows = tokens * module.num_heads * triton_attn.NUM_PAR_SOFTMAX_SEGMENTS
+            yield module.layer_name, 4 * rows * next_power_of_2(module.head_size)
 
 
 def _logits(model: torch.nn.Module, vocab: int) -> int:

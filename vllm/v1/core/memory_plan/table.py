@@ -58,8 +58,8 @@ class Remedy:
 class MemoryPlan:
     """One rank's memory, in bytes: the worst rank's where there are several.
 
-    ``budget = requested - weights - resident - outside - fragmentation
-    - activation - graphs`` is what is left for the KV cache; it may be negative.
+    ``budget = requested - weights - resident - outside - activation - graphs`` is
+    what is left for the KV cache; it may be negative.
 
     Attributes:
         model: the model's name.
@@ -74,7 +74,8 @@ class MemoryPlan:
         weights: parameters and buffers.
         resident: scratch, workspaces and buffers that stay.
         outside: outside of torch: the context, modules, communicators.
-        fragmentation: reserved beyond what is allocated at the peak.
+        fragmentation: reserved beyond what is allocated at the peak. Not taken from
+            the budget: the allocator returns whole free segments before it gives up.
         activation: the peak of any batch.
         activation_shape: the batch that causes it, such as "16 x 512".
         activation_part: where in a step, "" where that was not seen.
@@ -207,9 +208,9 @@ def _device_rows(plan: MemoryPlan) -> list[Row]:
             -plan.outside,
             "",
         ),
-        ("fragmentation", -plan.fragmentation, ""),
         ("CUDA graphs", -plan.graphs, ""),
         ("left for the KV cache", plan.budget, ""),
+        ("fragmentation, not charged", plan.fragmentation, _beside(plan)),
     ]
     # Zero where a platform has none, or measures nothing.
     rows = [row for row in rows if row[1] or row[0] == "left for the KV cache"]
@@ -217,6 +218,19 @@ def _device_rows(plan: MemoryPlan) -> list[Row]:
         limit = "" if plan.limit is None else f"at most {mib(plan.limit)}"
         rows.append((f"KV cache, {plan.explicit_setting}", plan.explicit, limit))
     return rows
+
+
+def _beside(plan: MemoryPlan) -> str:
+    """Whether the card has room for the fragmentation next to all the rest."""
+    if plan.free is None or plan.limit is None:
+        return ""
+    room = max(0, plan.limit - plan.available)
+    if room >= plan.fragmentation:
+        return f"{mib(room)} of the card stay free for it"
+    return (
+        f"only {mib(room)} of the card stay free: set "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
 
 
 def _kv_rows(plan: MemoryPlan, kv: KvNeed) -> list[Row]:
