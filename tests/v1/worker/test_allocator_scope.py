@@ -30,7 +30,7 @@ KEYS = {
     "roundup_power2_divisions": "[256:1,512:2,>:4]",
     "expandable_segments": "True",
     "max_split_size_mb": "128",
-    "max_non_split_rounding_mb": "32",
+    "max_non_split_rounding_mb": "80",
     "large_segment_size_mb": "64",
 }
 ALL = ",".join(f"{key}:{value}" for key, value in KEYS.items())
@@ -329,27 +329,9 @@ def test_the_devices_settings_survive(user, fails):
                 raise RuntimeError("injected")
         assert _settings() == before
     finally:
+        # The one key that PyTorch does not reset when a call leaves it out.
+        allocator.apply("large_segment_size_mb:20")
         allocator.apply(original)
-
-
-@pytest.mark.cuda
-def test_a_20_mib_segment_is_reused():
-    """With a limit of 20 MiB the second tensor reserves another segment."""
-    torch.cuda.empty_cache()
-
-    def growth(limit: int) -> int:
-        with limit_splits(limit):
-            tensor = torch.empty(20 * MIB, dtype=torch.uint8, device="cuda")
-            del tensor
-            before = torch.cuda.memory_reserved()
-            tensor = torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")
-            grown = torch.cuda.memory_reserved() - before
-            del tensor
-        torch.cuda.empty_cache()
-        return grown
-
-    assert growth(startup_limit_mib()) == 0
-    assert growth(20) == 20 * MIB
 
 
 @pytest.mark.cuda

@@ -61,11 +61,12 @@ def test_every_phase_names_a_setting():
 @pytest.mark.parametrize(
     "inactive, advised", [(256 * MIB - 1, False), (256 * MIB, True)]
 )
-def test_fragmentation_names_the_allocators_settings(inactive, advised):
+def test_fragmentation_names_the_allocators_setting(inactive, advised):
     memory = DeviceMemory(allocated=MIB, reserved=MIB + inactive, free=0, total=0)
     text = describe(SERVING, memory)
     assert ("expandable_segments:True" in text) == advised
-    assert ("VLLM_ALLOCATOR_MAX_SPLIT_MIB" in text) == advised
+    # A limit on splitting doubled what was reserved beyond the peak on an H200.
+    assert "VLLM_ALLOCATOR_MAX_SPLIT_MIB" not in text
 
 
 def test_the_original_exception_is_kept(lines):

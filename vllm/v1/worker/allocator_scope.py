@@ -107,7 +107,8 @@ def above_segment(settings: str, limit_mib: int = _LARGE_SEGMENT_MIB + 1) -> int
     """Return `limit_mib`, or the least above the large segment if that is more, MiB.
 
     A segment of exactly the limit is neither split nor given to a small tensor
-    once it is free: every 2 MiB tensor would reserve 20 MiB anew (vllm #51205).
+    once it is free: every 2 MiB tensor would reserve 20 MiB anew (reported as vllm
+    #51205; torch 2.11 on an H200 gave the segment to the tensor).
     """
     sizes = re.findall(r"large_segment_size_mb:\s*(\d+)", settings)
     segment = int(sizes[-1]) if sizes else _LARGE_SEGMENT_MIB

@@ -75,8 +75,7 @@ def describe(phase: str, memory: DeviceMemory) -> str:
     if memory.inactive >= FRAGMENTED:
         text += (
             f" {memory.inactive // MiB_bytes} MiB are reserved but inactive: "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True, or "
-            "VLLM_ALLOCATOR_MAX_SPLIT_MIB, makes more of them usable."
+            "PYTORCH_ALLOC_CONF=expandable_segments:True makes more of them usable."
         )
     return text
 
