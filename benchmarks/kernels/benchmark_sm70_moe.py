@@ -19,7 +19,8 @@ during a call beyond input and output, in MiB. benchmark_moe_token_chunks.py has
 those in chunks of tokens.
 
 kernels (CUDA only, with --kernels): each kernel by its number, in microseconds
-(csrc/sm70/moe_ops.cu): where they cross is the place for moe_plan.h's constants.
+(csrc/sm70/moe_ops.cu), at `--kernel-tokens` too: where they cross is the place for
+moe_plan.h's constants, in `rows` of an expert on average. -1 is what it chooses.
 
 On CUDA, calls are captured into a graph, so that launches on the host cost nothing;
 calls with different routes take turns, so that decode reads its weights from memory.
@@ -40,7 +41,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 MIB = 2**20
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-KERNELS = (1, 2, 4, 16, 64, 128)
+KERNELS = (-1, 1, 2, 4, 16, 64, 128)
 ROUTES = 4  # calls that take turns
 
 
@@ -212,6 +213,7 @@ def prefill(
         expected = batch.out.clone()
         widths = [w for w in options.widths if w < size.hidden]
         for width in [size.hidden, *widths]:
+            batch.out.fill_(float("nan"))
             seconds = run.time([ours(size, weights, batch, width)])
             same = "same" if torch.equal(batch.out, expected) else "DIFFER"
             # 2 operations for each number of each weight, for each row.
@@ -244,15 +246,17 @@ def kernels(
     name: str, weights: Weights, run: Machine, options: argparse.Namespace
 ) -> None:
     size = LAYERS[name]
-    for tokens in [*options.decode_tokens, *options.tokens]:
+    every = {*options.decode_tokens, *options.kernel_tokens, *options.tokens}
+    for tokens in sorted(every):
         cells = []
         for number in KERNELS:
             # Reading a weight again for every four rows takes too long.
-            if number <= 4 and tokens > 256:
+            if 1 <= number <= 4 and tokens > 256:
                 continue
             calls = turns(size, weights, tokens, size.hidden, number, run)
             cells.append(f"{number}: {run.time(calls) * 1e6:.1f}")
-        print(f"{name:10} {tokens:6}  {'  '.join(cells)}")
+        rows = tokens * size.top_k / size.experts
+        print(f"{name:10} {tokens:6} {rows:7.2f}  {'  '.join(cells)}")
 
 
 def upstream(
@@ -308,7 +312,8 @@ def main() -> None:
     )
     integers("--tokens", default=[1024, 2048, 6400, 8192])
     integers("--decode-tokens", default=[1, 2, 4, 8, 16, 32, 64])
-    integers("--widths", default=[128, 256, 512, 1024], help="columns of a tile")
+    integers("--kernel-tokens", default=[96, 128, 192, 256, 512])
+    integers("--widths", default=[128, 256, 384, 512, 1024], help="columns of a tile")
     parser.add_argument("--kernels", action="store_true", help="each by its number")
     parser.add_argument("--no-upstream", action="store_true")
     parser.add_argument("--repeats", type=int, default=20)
@@ -340,7 +345,7 @@ def main() -> None:
     for name in options.layers:
         decode(name, weights[name], copy, run, options)
     if device == "cuda" and options.kernels:
-        print(f"\nkernels\n{head}  us by number")
+        print(f"\nkernels\n{head} {'rows':>7}  us by number")
         for name in options.layers:
             kernels(name, weights[name], run, options)
     if device == "cuda" and not options.no_upstream:

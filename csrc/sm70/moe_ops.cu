@@ -274,11 +274,13 @@ void fp8_moe_down(const Tensor& act, const Tensor& w2, const Tensor& w2_scale,
   }
   const DeviceStream stream(act);
   const Product product{kOp, act, stream, weight, choice.rows(), number};
+  const int64_t tiles = ceil_div(weight.rows, args.width);
   for_float(args.format, [&](auto f) {
     using Format = decltype(f);
     using Storage = typename Format::Storage;
-    for (int64_t begin = 0; begin < weight.rows; begin += args.width) {
-      const int64_t end = std::min(begin + args.width, weight.rows);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t begin = moe_tile_begin(tile, weight.rows, args.width);
+      const int64_t end = moe_tile_begin(tile + 1, weight.rows, args.width);
       if (choice.rows() != 0) {
         run_product<Format>(
             product,
