@@ -5,8 +5,9 @@
 For each feature two servers run side by side, one with its switch off. Both are
 asked the same retrieval questions one at a time, then continue the same texts,
 then take ``vllm bench serve`` in turns. Exit status 1 if an answer is lost, if
-tokens differ that are promised to be the same, or if a ratio is worse than the
-limit where speed is promised.
+tokens differ that are promised to be the same, if a ratio is worse than the limit
+by more than the control's own spread where speed is promised, or if a server or a
+request failed.
 """
 
 import argparse
@@ -16,24 +17,29 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, astuple, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from benchmarks.needle import task
 from tools.demo import settings
 from tools.demo.__main__ import DemoError, explain
 from tools.demo.process import Interrupted, Interrupts
 from tools.gate import bench, client, server
-from tools.gate.bench import Load, Speed
+from tools.gate.bench import BenchError, Load, Speed
 from tools.gate.features import FEATURES, Feature
 from tools.gate.server import Server
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "benchmarks/needle/checkpoints"
 OUT = Path(__file__).resolve().parents[2] / "build" / "gate"
 LENGTHS = {"cpu": (512, 2048), "cuda": (512, 4096, 32768, 64512)}
+RUNS = {"cpu": 3, "cuda": 5}
+REQUESTS = {"cpu": 8, "cuda": 32}
+CONCURRENCY = {"cpu": 4, "cuda": 8}
 NEEDLES, QUESTIONS = 8, 2
 CONTINUED_TOKENS = 32
 MARGIN_TOKENS = 128
@@ -64,8 +70,9 @@ class Row:
         lost: questions answered right only with the feature off.
         identical: whether every token was the same.
         identical_promised: whether it had to be.
-        ratio: with the feature on, how much worse; above one is worse.
         on, off: the medians.
+        ratio: with the feature on, how much worse; above one is worse.
+        spread: how far the control's own runs are apart; see ``bench.spread``.
         fast_promised: whether the ratio had to stay below the limit.
         failures: why the gate fails, empty if it does not.
 
@@ -84,6 +91,7 @@ class Row:
     on: Speed | None = None
     off: Speed | None = None
     ratio: Speed | None = None
+    spread: Speed | None = None
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
 
@@ -106,6 +114,53 @@ class Plan:
     runs: int
     load: Load
     seed: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all servers of the gate have in common.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        checkpoints: the folder that has them.
+        context: of a server, in tokens.
+        options: of every server, after all others.
+        folder: for logs.
+
+    """
+
+    device: str
+    checkpoints: Path
+    context: int
+    options: tuple[str, ...]
+    folder: Path
+
+    def model(self, feature: Feature) -> Path:
+        """Return the checkpoint's folder."""
+        return self.checkpoints / feature.checkpoint
+
+    def server(self, comparison: "Comparison", side: str) -> dict[str, Any]:
+        """Return the arguments of ``server.starting`` for ``on`` or ``off``."""
+        feature, stock = comparison
+        model = self.model(feature)
+        own = (f"--max-model-len={self.context}", *feature.arguments(self.device))
+        name = f"{feature.name.replace(' ', '-')}-{side}"
+        return {
+            "model": model,
+            "arguments": server.options(
+                model, (*own, *self.options), self.device == "cpu"
+            ),
+            "environ": feature.on if side == "on" else feature.off,
+            "log": self.folder / f"{name}.log",
+            "environment": stock if side == "off" else None,
+        }
+
+
+SIDES = ("on", "off")
+Comparison = tuple[Feature, Path | None]
+"""A feature, and the environment that its control is served from: None for this."""
+Pair = tuple[Server, Server]
+"""With the feature on, and off."""
 
 
 def landed(feature: Feature) -> bool:
@@ -156,6 +211,7 @@ def measure(row: Row, on: Server, off: Server, tokenizer: Path, plan: Plan) -> N
                 runs[is_on].append(speed)
     row.on, row.off = bench.medians(runs[True]), bench.medians(runs[False])
     row.ratio = bench.ratios(row.on, row.off)
+    row.spread = bench.spread(runs[False])
 
 
 def judge(row: Row, limit: float) -> None:
@@ -168,60 +224,90 @@ def judge(row: Row, limit: float) -> None:
         )
     if row.identical_promised and not row.identical:
         row.failures.append(f"tokens differ, but {row.why}")
-    if row.fast_promised and row.ratio and bench.worst(row.ratio) > limit:
-        row.failures.append(
-            f"{bench.worst(row.ratio):.3f} times slower, expected at most {limit}"
-        )
+    if row.fast_promised and row.ratio and row.spread:
+        row.failures += bench.excesses(row.ratio, row.spread, limit)
+
+
+def start_ahead(
+    stack: ExitStack, comparisons: Sequence[Comparison], setup: Setup
+) -> dict[str, Pair]:
+    """Start the servers of several comparisons; return the pairs that answer.
+
+    The first one alone: it tunes and compiles kernels, and the others, which start
+    together, find what it chose. What another server takes or gives back meanwhile
+    can spoil a memory profile; who does not start then is stopped, and has another
+    try alone in its turn.
+    """
+    started: dict[str, tuple[ExitStack, list[Server]]] = {}
+    for comparison in comparisons:
+        contexts = stack.enter_context(ExitStack())
+        servers: list[Server] = []
+        for side in SIDES:
+            context = server.starting(**setup.server(comparison, side))
+            servers.append(contexts.enter_context(context))
+            if not started and side == SIDES[0]:
+                with suppress(DemoError):  # seen again below
+                    servers[0].wait()
+        started[comparison[0].name] = contexts, servers
+    result: dict[str, Pair] = {}
+    for name, (contexts, servers) in started.items():
+        try:
+            for one in servers:
+                one.wait()
+            result[name] = servers[0], servers[1]
+        except DemoError as error:
+            print(f"    {name} starts again in its turn: {error}", flush=True)
+            contexts.close()
+    for pair in result.values():
+        for one in pair:
+            # Before any is awaited, so that they end together.
+            stack.callback(one.terminate)
+    return result
 
 
 def gate(
-    feature: Feature,
-    device: str,
-    checkpoints: Path,
-    plan: Plan,
-    folder: Path,
-    stock: Path | None = None,
+    comparison: Comparison, setup: Setup, plan: Plan, ahead: Pair | None = None
 ) -> Row:
-    """Compare the feature on and off, or this installation with ``stock``.
+    """Compare a feature on and off, or this installation with another.
 
-    Raises:
-        tools.demo.__main__.DemoError: a server did not start.
-        httpx.HTTPError: a request failed.
-        bench.BenchError: a benchmark did not complete.
+    Args:
+        comparison: what is compared.
+        setup: of the servers.
+        plan: how much is asked and measured.
+        ahead: servers that answer already; they are asked to end, but not awaited.
+
+    Returns:
+        The row; what did not run is among its failures.
 
     """
     start = time.monotonic()
-    model = checkpoints / feature.checkpoint
-    context = max(plan.lengths) + MARGIN_TOKENS
-    arguments = server.options(
-        model,
-        (f"--max-model-len={context}", *feature.arguments(device)),
-        device == "cpu",
-    )
+    feature, _ = comparison
     row = Row(
         feature.name,
         feature.checkpoint,
         feature.why,
         feature.identical,
-        device in feature.fast,
+        setup.device in feature.fast,
     )
-    with ExitStack() as stack:
-        names = {"on": feature.on, "off": feature.off}
-        on, off = (
-            stack.enter_context(
-                server.serving(
-                    model,
-                    arguments,
-                    environ,
-                    folder / f"{feature.name.replace(' ', '-')}-{name}.log",
-                    environment=stock if name == "off" else None,
+    try:
+        with ExitStack() as stack:
+            if ahead is None:
+                contexts = (
+                    server.serving(**setup.server(comparison, s)) for s in SIDES
                 )
-            )
-            for name, environ in names.items()
-        )
-        question(row, on, off, plan)
-        if plan.runs:
-            measure(row, on, off, model, plan)
+                on, off = (stack.enter_context(context) for context in contexts)
+            else:
+                on, off = ahead
+                stack.callback(off.terminate)
+                stack.callback(on.terminate)
+            question(row, on, off, plan)
+            if plan.runs:
+                measure(row, on, off, setup.model(feature), plan)
+    except DemoError as error:
+        explain(error)
+        row.failures.append(str(error))
+    except (httpx.HTTPError, BenchError) as error:
+        row.failures.append(f"{type(error).__name__}: {error}")
     row.seconds = round(time.monotonic() - start, 1)
     return row
 
@@ -233,10 +319,11 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---:|---|---:|---:|---:|---|",
     ]
     for row in rows:
-        same = "same" if row.identical else "differ"
+        same = ("same" if row.identical else "differ") if row.asked else "-"
         tokens = f"{same}, {'' if row.identical_promised else 'not '}promised"
-        figures = asdict(row.ratio).values() if row.ratio else ()
-        speed = " | ".join(f"{value:.3f}" for value in figures)
+        figures = astuple(row.ratio) if row.ratio else ()
+        noise = astuple(row.spread) if row.spread else ()
+        speed = " | ".join(f"{r:.3f} ±{s:.3f}" for r, s in zip(figures, noise))
         verdict = "FAIL" if row.failures else "pass"
         if not row.fast_promised:
             verdict += ", speed not promised"
@@ -260,13 +347,39 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--features",
-        type=lambda text: text.split(","),
-        help="names, with commas between (default: all that have landed)",
+        type=lambda text: text.split(",") if text else [],
+        help="names, with commas between (default: all that have landed; empty: "
+        "none, for --stock alone)",
     )
     parser.add_argument("--texts", type=int, default=6, help="of each length")
-    parser.add_argument("--runs", type=int, default=3, help="of the benchmark")
-    parser.add_argument("--requests", type=int, default=8, help="of a run")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        help=f"of the benchmark, on each side (CPU: {RUNS['cpu']}, "
+        f"GPU: {RUNS['cuda']})",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        help=f"of a run (CPU: {REQUESTS['cpu']}, GPU: {REQUESTS['cuda']})",
+    )
     parser.add_argument("--limit", type=float, default=LIMIT, help="of ratios")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="FEATURES",
+        help="whose servers start together and wait for their turn: saves time on "
+        "a machine with many cores and much memory (default: 1)",
+    )
+    parser.add_argument(
+        "--server-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="of vllm serve, for every server; give it as "
+        "--server-option=--enforce-eager, and again for another",
+    )
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS)
     parser.add_argument(
@@ -281,7 +394,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def report(rows: Sequence[Row], plan: Plan, device: str, card: str) -> dict[str, Any]:
+def report(
+    rows: Sequence[Row], plan: Plan, options: Sequence[str], device: str, card: str
+) -> dict[str, Any]:
     """Return the JSON report."""
     import vllm
 
@@ -291,6 +406,7 @@ def report(rows: Sequence[Row], plan: Plan, device: str, card: str) -> dict[str,
         "device": device,
         "card": card,
         "plan": asdict(plan),
+        "server_options": list(options),
         "rows": [asdict(row) for row in rows],
     }
 
@@ -299,9 +415,9 @@ def card_name(device: str) -> str:
     """Return the GPU's name, or the processor's architecture."""
     if device == "cpu":
         return platform.machine()
-    import torch
+    from vllm.platforms import current_platform
 
-    return torch.cuda.get_device_name()
+    return current_platform.get_device_name()
 
 
 def chosen(names: Sequence[str] | None, device: str) -> list[Feature]:
@@ -333,33 +449,46 @@ def run(args: argparse.Namespace) -> int:
     """Gate every feature asked for; return the exit status."""
     device = "cpu" if settings.on_cpu() else "cuda"
     try:
-        todo: list[tuple[Feature, Path | None]] = [
+        todo: list[Comparison] = [
             (feature, None) for feature in chosen(args.features, device)
         ]
-    except ValueError as error:
+        if args.at_once < 1:
+            raise ValueError(f"--at-once={args.at_once}: expected 1 or more")
+        if args.stock is not None:
+            server.check_stock(args.stock)
+            todo.append((STOCK, args.stock))
+    except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.stock is not None:
-        todo.append((STOCK, args.stock))
     lengths = args.lengths or LENGTHS[device]
-    load = Load(min(512, max(lengths)), 32, args.requests, 4)
-    plan = Plan(lengths, args.texts, args.runs, load, args.seed)
-    rows: list[Row] = []
+    requests = REQUESTS[device] if args.requests is None else args.requests
+    runs = RUNS[device] if args.runs is None else args.runs
+    load = Load(min(512, max(lengths)), 32, requests, CONCURRENCY[device])
+    plan = Plan(lengths, args.texts, runs, load, args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    for feature, stock in todo:
-        print(f"==> {feature.name}", flush=True)
-        try:
-            row = gate(feature, device, args.checkpoints, plan, args.out, stock)
-        except DemoError as error:
-            explain(error)
-            return 1
-        judge(row, args.limit)
-        rows.append(row)
-        print(f"    {row.seconds:.0f} s", *row.failures, sep="\n    ", flush=True)
+    context = max(lengths) + MARGIN_TOKENS
+    options = tuple(args.server_option)
+    setup = Setup(device, args.checkpoints, context, options, args.out)
+    card = card_name(device)
+    rows: list[Row] = []
+    for i in range(0, len(todo), args.at_once):
+        group = todo[i : i + args.at_once]
+        with ExitStack() as stack:
+            ahead = start_ahead(stack, group, setup) if args.at_once > 1 else {}
+            for comparison in group:
+                name = comparison[0].name
+                print(f"==> {name}", flush=True)
+                row = gate(comparison, setup, plan, ahead.get(name))
+                judge(row, args.limit)
+                rows.append(row)
+                print(
+                    f"    {row.seconds:.0f} s", *row.failures, sep="\n    ", flush=True
+                )
+                # After each: what was found is not lost with what comes next.
+                document = report(rows, plan, options, device, card)
+                text = json.dumps(document, indent=2) + "\n"
+                (args.out / "gate.json").write_text(text, encoding="utf-8")
     print(table(rows))
-    document = report(rows, plan, device, card_name(device))
-    text = json.dumps(document, indent=2) + "\n"
-    (args.out / "gate.json").write_text(text, encoding="utf-8")
     return 1 if any(row.failures for row in rows) or not rows else 0
 
 

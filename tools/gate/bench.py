@@ -7,12 +7,14 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from tools.demo import settings
 from tools.gate.server import NAME, Server
 
 
@@ -74,12 +76,15 @@ def run(server: Server, tokenizer: Path, load: Load, seed: int) -> Speed:
         seed: of their tokens: another one for each run, or prefixes hit.
 
     Raises:
-        BenchError: not every request succeeded.
+        BenchError: it did not run, or not every request succeeded.
 
     """
     from vllm.benchmarks.serve import add_cli_args, main_async
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    # A proxy of the environment would take the requests to 127.0.0.1.
+    offline = settings.offline_environment({})
+    os.environ.update({name: offline[name] for name in ("NO_PROXY", "no_proxy")})
     parser = FlexibleArgumentParser()
     add_cli_args(parser)
     output = io.StringIO()
@@ -88,8 +93,13 @@ def run(server: Server, tokenizer: Path, load: Load, seed: int) -> Speed:
         options += ["--save-result", f"--result-dir={folder}"]
         options.append("--result-filename=result.json")
         parsed: argparse.Namespace = parser.parse_args(options)
-        with contextlib.redirect_stdout(output):
-            asyncio.run(main_async(parsed))
+        try:
+            with contextlib.redirect_stdout(output):
+                asyncio.run(main_async(parsed))
+        except (ValueError, OSError) as error:
+            raise BenchError(
+                f"vllm bench serve at {server.url}: {error}. See {server.log}"
+            ) from error
         result = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
     if result["completed"] != load.requests or result["failed"]:
         raise BenchError(
@@ -122,6 +132,29 @@ def ratios(on: Speed, off: Speed) -> Speed:
     )
 
 
-def worst(ratio: Speed) -> float:
-    """Return the largest of the three."""
-    return max(ratio.tokens_per_s, ratio.ttft_ms, ratio.tpot_ms)
+def spread(runs: Sequence[Speed]) -> Speed:
+    """Return how far runs of one server are apart, figure by figure: half the
+    distance between the slowest and the fastest, as a part of the median."""
+
+    def of(figures: Sequence[float]) -> float:
+        return (max(figures) - min(figures)) / 2 / median(figures)
+
+    return Speed(
+        of([r.tokens_per_s for r in runs]),
+        of([r.ttft_ms for r in runs]),
+        of([r.tpot_ms for r in runs]),
+    )
+
+
+def excesses(ratio: Speed, own: Speed, limit: float) -> list[str]:
+    """Return what is worse than ``limit`` by more than the control's own spread."""
+    return [
+        f"{name} {worse:.3f} times worse, expected at most {limit} + {noise:.3f}, "
+        "the control's own spread"
+        for name, worse, noise in (
+            ("throughput", ratio.tokens_per_s, own.tokens_per_s),
+            ("time to first token", ratio.ttft_ms, own.ttft_ms),
+            ("time per token", ratio.tpot_ms, own.tpot_ms),
+        )
+        if worse > limit + noise
+    ]

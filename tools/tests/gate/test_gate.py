@@ -5,14 +5,17 @@
 import itertools
 import json
 import signal
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import httpx
 import pytest
 
 from benchmarks.needle import task
+from tools.demo.__main__ import DemoError
 from tools.demo.process import Group
 from tools.gate import __main__ as gate
 from tools.gate import bench, client, server
@@ -34,16 +37,28 @@ FEATURE = Feature(
 @pytest.fixture
 def world(monkeypatch, tmp_path):
     """Servers that answer right at one speed; a test spoils one of them."""
-    spoilt = SimpleNamespace(answer=None, tokens=None, slower=1.0, started=[])
+    spoilt = SimpleNamespace(
+        answer=None, tokens=None, slower=1.0, noise=0.0, started=[], waited=[], dead=[]
+    )
+    spoilt.ended, spoilt.left = [], []
 
     def is_off(where: str) -> bool:
         return where == "off"
 
     @contextmanager
-    def serving(model, arguments, environ, log, *, environment=None):
+    def starting(model, arguments, environ, log, *, environment=None):
         spoilt.started.append((dict(environ), list(arguments), environment))
         side = "off" if log.stem.endswith("off") else "on"
-        yield SimpleNamespace(url=side, log=log)
+
+        def wait():
+            spoilt.waited.append((log.stem, len(spoilt.started)))
+            if spoilt.dead and spoilt.dead[0] == log.stem:
+                raise DemoError(f"{spoilt.dead.pop(0)} ended", log)
+
+        yield SimpleNamespace(
+            url=side, log=log, wait=wait, terminate=lambda: spoilt.ended.append(side)
+        )
+        spoilt.left.append(side)
 
     @contextmanager
     def opened(url):
@@ -61,10 +76,10 @@ def world(monkeypatch, tmp_path):
         return tuple(range(count))
 
     def run(target, tokenizer, load, seed):
-        slower = 1.0 if is_off(target.url) else spoilt.slower
+        slower = 1 + spoilt.noise * (seed - 2) if is_off(target.url) else spoilt.slower
         return Speed(100 / slower, 10 * slower, 1 * slower)
 
-    monkeypatch.setattr(server, "serving", serving)
+    monkeypatch.setattr(server, "starting", starting)
     monkeypatch.setattr(client, "client", opened)
     monkeypatch.setattr(client, "ask", ask)
     monkeypatch.setattr(client, "continuation", continuation)
@@ -104,7 +119,7 @@ def test_a_fork_that_keeps_its_promises_passes(world, capsys):
         ("answer", lambda v: Answer("0", "stop", (0,)), "lost answer: 300 tokens"),
         ("answer", lambda v: Answer(v, "length", (0,)), "(length)"),
         ("tokens", (1, 2, 3), "tokens differ, but it says so"),
-        ("slower", 1.04, "1.040 times slower, expected at most 1.03"),
+        ("slower", 1.04, "time per token 1.040 times worse, expected at most 1.03 +"),
     ],
 )
 def test_a_broken_promise_fails(world, field, value, failure, capsys):
@@ -113,6 +128,17 @@ def test_a_broken_promise_fails(world, field, value, failure, capsys):
     assert status == 1
     assert failure in "\n".join(report["rows"][0]["failures"])
     assert "FAIL" in capsys.readouterr().out
+
+
+def test_a_ratio_within_the_controls_own_spread_passes(world):
+    """Three runs of the control, 2 % apart: 1.04 is not told from 1.03, 1.06 is."""
+    world.noise = 0.02
+    world.slower = 1.04
+    status, report = world.go("--runs=3")
+    assert status == 0
+    assert report["rows"][0]["spread"]["ttft_ms"] == pytest.approx(0.02)
+    world.slower = 1.06
+    assert world.go("--runs=3")[0] == 1
 
 
 def test_what_is_not_promised_does_not_fail(world, monkeypatch):
@@ -155,16 +181,16 @@ def test_a_signal_stops_the_servers(world, monkeypatch, capsys):
     left = []
 
     @contextmanager
-    def serving(model, arguments, environ, log, **_):
+    def starting(model, arguments, environ, log, **_):
         try:
-            yield SimpleNamespace(url="on", log=log)
+            yield SimpleNamespace(url="on", log=log, wait=lambda: None)
         finally:
             left.append(log.stem)
 
     def ask(*_):
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(server, "serving", serving)
+    monkeypatch.setattr(server, "starting", starting)
     monkeypatch.setattr(client, "ask", ask)
     assert world.go()[0] == 128 + signal.SIGTERM
     assert sorted(left) == ["a-feature-off", "a-feature-on"]
@@ -176,7 +202,65 @@ def test_an_unknown_feature_is_named(world, capsys):
     assert "--features=nothing: expected some of a feature" in capsys.readouterr().err
 
 
-def test_stock_is_served_from_its_environment(world, tmp_path):
+TWO = (FEATURE, Feature(**{**FEATURE.__dict__, "name": "another"}))
+
+
+def test_a_server_that_does_not_start_fails_its_row_alone(world, monkeypatch, capsys):
+    monkeypatch.setattr(gate, "FEATURES", TWO)
+    world.dead = ["a-feature-off"]
+    status, report = world.go()
+    assert status == 1
+    first, second = report["rows"]
+    assert first["failures"] == ["a-feature-off ended"]
+    assert "| 0, 0 of 0 | -, promised | - | - | - | FAIL |" in capsys.readouterr().out
+    assert second["asked"] and not second["failures"]
+
+
+def test_a_request_that_fails_fails_its_row(world, monkeypatch):
+    def ask(*_):
+        raise httpx.ReadTimeout("too slow")
+
+    monkeypatch.setattr(client, "ask", ask)
+    status, report = world.go()
+    assert status == 1
+    assert report["rows"][0]["failures"] == ["ReadTimeout: too slow"]
+
+
+def test_servers_may_start_ahead(world, monkeypatch):
+    """The first alone, the others together; each pair is asked to end in its turn,
+    and all are left in the end."""
+    monkeypatch.setattr(gate, "FEATURES", TWO)
+    status, report = world.go("--at-once=2", "--server-option=--enforce-eager")
+    assert status == 0
+    assert [row["asked"] for row in report["rows"]] == [8, 8]
+    assert world.waited[0] == ("a-feature-on", 1)
+    assert {count for _, count in world.waited[1:]} == {4}
+    # In its turn, and again before any is awaited.
+    assert world.ended == ["on", "off"] * 2 + ["off", "on"] * 2
+    assert len(world.left) == len(world.started) == 4
+    assert all(start[1][-1] == "--enforce-eager" for start in world.started)
+    assert report["server_options"] == ["--enforce-eager"]
+
+
+def test_who_does_not_start_ahead_starts_again_in_its_turn(world, monkeypatch, capsys):
+    monkeypatch.setattr(gate, "FEATURES", TWO)
+    world.dead = ["another-on"]
+    status, report = world.go("--at-once=2")
+    assert status == 0
+    assert "another starts again in its turn: another-on ended" in (
+        capsys.readouterr().out
+    )
+    assert len(world.started) == len(world.left) == 6
+    assert [row["asked"] for row in report["rows"]] == [8, 8]
+
+
+def test_none_at_once_is_refused(world, capsys):
+    assert world.go("--at-once=0")[0] == 2
+    assert "--at-once=0: expected 1 or more" in capsys.readouterr().err
+
+
+def test_stock_is_served_from_its_environment(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "check_stock", lambda _: None)
     status, report = world.go(f"--stock={tmp_path}")
     assert status == 0
     assert [row["feature"] for row in report["rows"]] == [
@@ -186,9 +270,46 @@ def test_stock_is_served_from_its_environment(world, tmp_path):
     assert [start[2] for start in world.started] == [None, None, None, tmp_path]
 
 
+def test_stock_may_be_compared_alone(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "check_stock", lambda _: None)
+    status, report = world.go("--features=", f"--stock={tmp_path}")
+    assert status == 0
+    assert [row["feature"] for row in report["rows"]] == ["against stock vLLM"]
+
+
 def test_an_environment_without_vllm_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="--stock takes a virtual environment"):
         server.command(tmp_path, "serve")
+
+
+def other_environment(folder: Path, python: str) -> Path:
+    (folder / "bin").mkdir()
+    (folder / "bin" / "vllm").touch()
+    (folder / "bin" / "python").write_text(f"#!/bin/sh\n{python}\n")
+    (folder / "bin" / "python").chmod(0o755)
+    return folder
+
+
+def test_stock_must_be_another_vllm(world, tmp_path, capsys):
+    """This fork next to itself would show nothing."""
+    environment = other_environment(tmp_path, "echo 'ModuleSpec(...)'")
+    assert world.go(f"--stock={environment}")[0] == 2
+    said = capsys.readouterr().err
+    assert "expected a vLLM without vllm.v1.core.kv_page_plan" in said
+    assert "found ModuleSpec(...)" in said
+
+
+def test_stock_does_not_see_this_forks_path(tmp_path, monkeypatch):
+    """On PYTHONPATH the fork would come before what the environment has."""
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    environment = other_environment(tmp_path, 'test -z "$PYTHONPATH" && echo None')
+    server.check_stock(environment)
+    assert "PYTHONPATH" in server.environment_of(None)
+
+
+def test_this_installation_is_served_by_its_module():
+    line = server.command(None, "serve", "model")
+    assert line == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "model"]
 
 
 def test_the_features_are_switches_of_their_own():
@@ -207,7 +328,10 @@ def test_medians_and_ratios():
     assert bench.medians(runs) == Speed(20, 2, 2)
     ratio = bench.ratios(Speed(50, 12, 3), Speed(100, 10, 4))
     assert ratio == Speed(2.0, 1.2, 0.75)
-    assert bench.worst(ratio) == 2.0
+    assert bench.spread(runs) == Speed(0.5, 0.5, 0.5)
+    own = Speed(1.0, 0.1, 0.1)
+    (failure,) = bench.excesses(ratio, own, 1.03)
+    assert "time to first token 1.200 times worse" in failure
 
 
 def test_runs_are_interleaved(world, monkeypatch):
@@ -270,6 +394,7 @@ def test_options_of_a_server(tmp_path):
     assert f"--kv-cache-memory-bytes={server.KV_BYTES}" in on_cpu
     on_gpu = server.options(tmp_path, ("--kv-cache-memory-bytes=1",), False)
     assert "--gpu-memory-utilization=0.4" in on_gpu
+    assert "--attention-backend=TRITON_ATTN" in on_gpu
     assert [o for o in on_gpu if "kv-cache-memory" in o] == [
         "--kv-cache-memory-bytes=1"
     ]
