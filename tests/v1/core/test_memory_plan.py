@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from vllm.platforms.planned_gpu import GPUS, find_gpu
 from vllm.v1.core.memory_plan.activations import (
-    SAMPLER_BYTES,
-    SAMPLER_BYTES_V1,
     Line,
     Part,
     Peak,
@@ -144,23 +142,23 @@ VOCAB = 248320
 
 
 @pytest.mark.parametrize(
-    ("requests", "drafts", "sampler", "measured"),
+    ("requests", "drafts", "second_runner", "measured"),
     [
-        (126, 0, SAMPLER_BYTES, 183),
-        (126, 0, SAMPLER_BYTES_V1, 840),
-        (98, 7, SAMPLER_BYTES, 1147),
-        (104, 7, SAMPLER_BYTES, 1216),
+        (126, 0, True, 183),
+        (126, 0, False, 840),
+        (98, 7, True, 1147),
+        (104, 7, True, 1216),
     ],
 )
 def test_a_decode_step_peaks_where_it_samples(
-    requests: int, drafts: int, sampler: int, measured: int
+    requests: int, drafts: int, second_runner: bool, measured: int
 ) -> None:
     sizes = Sizes(
         FP16,
         residual_lines(5120, FP16, 4),
         logits=VOCAB,
         rows_per_sequence=1 + drafts,
-        sampler_bytes=sampler,
+        second_runner=second_runner,
     )
     peak = peak_of_batches(sizes, [Batch(requests, requests)])
     assert peak.bytes / MIB == pytest.approx(measured, rel=0.006)
@@ -172,16 +170,16 @@ def test_many_drafts_are_verified_in_parts() -> None:
     assert peak.part == "verified drafts"
     assert peak.bytes == 1024 * 8 * VOCAB * FP16 + 2**30
     # The first runner does not.
-    first = replace(sizes, sampler_bytes=SAMPLER_BYTES_V1)
+    first = replace(sizes, second_runner=False)
     peak = peak_of_batches(first, [Batch(98, 8192)])
-    assert peak.bytes == 98 * 8 * VOCAB * (FP16 + SAMPLER_BYTES_V1)
+    assert peak.bytes == 98 * 8 * VOCAB * (FP16 + 26)
 
 
 def test_the_sampler_decides_with_many_short_sequences() -> None:
-    sizes = replace(HYBRID, parts=(MLP,), logits=VOCAB, sampler_bytes=12)
+    sizes = replace(HYBRID, parts=(MLP,), logits=VOCAB)
     peak = peak_of_batches(sizes, [Batch(1024, 8192)])
     assert peak.part == "sampler"
-    assert peak.bytes == 320 * MIB + 1024 * VOCAB * (2 + 12)
+    assert peak.bytes == 320 * MIB + 1024 * VOCAB * (2 + 4)
 
 
 def test_what_sampling_keeps() -> None:
@@ -194,7 +192,7 @@ def test_what_sampling_keeps() -> None:
     assert sampler_bytes(drafts, 16, 4) == (16 + 32) * VOCAB * 4 + 16 * 9 * bits
     assert sampler_bytes(drafts, 128, 98) == 256 * VOCAB * 4 + 128 * 9 * bits
     # The first runner keeps the buffer alone.
-    first = replace(plain, sampler_bytes=SAMPLER_BYTES_V1)
+    first = replace(plain, second_runner=False)
     assert sampler_bytes(first, 128, 98) == 128 * VOCAB * 4
 
 

@@ -108,7 +108,7 @@ class Sizes:
         logits: elements of one row of logits, the whole vocabulary.
         rows_per_sequence: rows of logits for a sequence that decodes: 1, and one
             for each draft token.
-        sampler_bytes: for each logit beside the model's own.
+        second_runner: whether the second model runner samples.
         workspaces: of the experts; they share one.
         resident_token: bytes for each token of the longest step of buffers that
             stay: a draft's hidden states.
@@ -125,7 +125,7 @@ class Sizes:
     parts: tuple[Part, ...] = ()
     logits: int = 0
     rows_per_sequence: int = 1
-    sampler_bytes: int = SAMPLER_BYTES
+    second_runner: bool = True
     workspaces: tuple[Workspace, ...] = ()
     resident_token: int = 0
     resident: int = 0
@@ -217,7 +217,7 @@ def sampler_bytes(sizes: Sizes, sequences: int, requests: int) -> int:
     rows = sizes.rows_per_sequence
     programs = min(next_power_of_2(requests * rows), SAMPLER_PROGRAMS)
     buffer = 4 * sizes.logits * programs
-    if sizes.sampler_bytes == SAMPLER_BYTES_V1:
+    if not sizes.second_runner:
         return buffer
     bits = 4 * cdiv(sizes.logits, 32) * sequences * (1 + rows)
     return buffer + 4 * sizes.logits * sequences + bits
@@ -255,8 +255,12 @@ def _parts(sizes: Sizes, shape: Shape) -> Iterator[Peak]:
 
 
 def _sampler(sizes: Sizes, rows: int) -> list[tuple[str, int]]:
-    copies = rows * sizes.logits * sizes.sampler_bytes
-    if sizes.rows_per_sequence > 1 and sizes.sampler_bytes == SAMPLER_BYTES:
+    copies = (
+        rows
+        * sizes.logits
+        * (SAMPLER_BYTES if sizes.second_runner else SAMPLER_BYTES_V1)
+    )
+    if sizes.rows_per_sequence > 1 and sizes.second_runner:
         copies = min(copies, VERIFIED_BYTES)
     return [
         ("logits", rows * sizes.logits * sizes.itemsize),

@@ -250,14 +250,19 @@ class Planner:
         planned = planned_figures(config, ranks, requested, explicit)
         if self.measured is None:
             return planned
+        each = zip(self.measured, self._base, planned)
+        return [measured.adjusted(base, new) for measured, base, new in each]
+
+    @functools.cached_property
+    def _base(self) -> list[RankFigures]:
+        """What the formulae give for the configuration that was measured."""
         cache = self.config.cache_config
-        base = planned_figures(
+        return planned_figures(
             self.config,
             self.ranks,
             self.device.requested(cache.gpu_memory_utilization),
             cache.kv_cache_memory_bytes or None,
         )
-        return [m.adjusted(b, n) for m, b, n in zip(self.measured, base, planned)]
 
     def _plan(self, changes: Changes = Changes()) -> MemoryPlan:
         """The plan with ``changes`` applied, without remedies.
@@ -751,17 +756,20 @@ def _blocks(config: VllmConfig, memory: int, size: int) -> int:
     return kv_cache_utils.may_override_num_blocks(config, max(0, memory) // size)
 
 
-def room_for(
-    config: VllmConfig, limits: Limits, groups: list[KVCacheGroupSpec], memory: int
-) -> int:
-    """How many short prompts a KV cache of ``memory`` bytes has room for, as the
-    profile at start-up counts it."""
+def room_of(
+    config: VllmConfig, limits: Limits, groups: list[KVCacheGroupSpec]
+) -> Callable[[int], int]:
+    """Bytes of a KV cache to how many short prompts it has room for, as the profile
+    at start-up counts it."""
     counts = block_counts(config, groups)
     size = kv_cache_utils._pool_bytes_per_block(config, groups)
-    return most_requests(
-        limits,
-        _blocks(config, memory, size),
-        lambda tokens: sum(count(tokens) for count in counts),
+
+    @functools.cache
+    def blocks_of(tokens: int) -> int:
+        return sum(count(tokens) for count in counts)
+
+    return lambda memory: most_requests(
+        limits, _blocks(config, memory, size), blocks_of
     )
 
 
@@ -835,24 +843,27 @@ def planned_figures(
         )
         for rank, groups in zip(ranks, all_groups)
     ]
-    planned = [*zip(ranks, least, all_groups)]
+    rooms = [
+        room_of(config, limits, groups) if groups else None for groups in all_groups
+    ]
     states = any(has_states(groups) for groups in all_groups)
 
     def room(peaks: Sequence[Peak]) -> int:
         """Prompts that have room on every rank, next to its peak."""
         requests = limits.requests
-        for (_, figures, groups), peak in zip(planned, peaks):
-            if groups:
+        for figures, room_for, peak in zip(least, rooms, peaks):
+            if room_for is not None:
                 left = requested - replace(figures, activation=peak).used
-                memory = left if explicit is None else explicit
-                requests = min(requests, room_for(config, limits, groups, memory))
+                requests = min(
+                    requests, room_for(left if explicit is None else explicit)
+                )
         return requests
 
     def room_beside(requests: int) -> int:
         return room(
             [
                 peak_of_batches(rank.sizes, [crowded(limits, requests, states)])
-                for rank, _, _ in planned
+                for rank in ranks
             ]
         )
 
@@ -865,7 +876,7 @@ def planned_figures(
             activation=peak_of_batches(rank.sizes, batches(limits, requests, states)),
             graphs=graph_bytes(config, rank.sizes),
         )
-        for rank, figures, _ in planned
+        for rank, figures in zip(ranks, least)
     ]
 
 

@@ -28,8 +28,6 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.utils.math_utils import cdiv, next_power_of_2
 from vllm.v1.core.memory_plan.activations import (
-    SAMPLER_BYTES,
-    SAMPLER_BYTES_V1,
     Line,
     Part,
     Sizes,
@@ -93,9 +91,7 @@ def read_sizes(
         parts=tuple(parts),
         logits=_logits(target, model_config.get_vocab_size()),
         rows_per_sequence=1 + vllm_config.num_speculative_tokens,
-        sampler_bytes=(
-            SAMPLER_BYTES if vllm_config.use_v2_model_runner else SAMPLER_BYTES_V1
-        ),
+        second_runner=bool(vllm_config.use_v2_model_runner),
         workspaces=tuple(workspaces),
         resident_token=hidden * itemsize if draft is not None else 0,
         resident=_merged_weights(vllm_config, draft, itemsize),
