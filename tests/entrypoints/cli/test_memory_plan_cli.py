@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.v1.core.memory_plan_cases as cases
 from vllm.entrypoints.cli import memory_plan
 
 
@@ -23,10 +24,6 @@ def should_do_global_cleanup_after_test() -> bool:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of a dense model with a byte tokenizer, and no weights."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("models") / "dense"
-    folder.mkdir()
     config = dict(
         architectures=["Qwen3ForCausalLM"],
         model_type="qwen3",
@@ -42,22 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
         eos_token_id=256,
     )
-    (folder / "config.json").write_text(json.dumps(config))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate([*alphabet, "<|endoftext|>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": "<|endoftext|>",
-            }
-        )
-    )
-    return folder
+    return cases.write_model(tmp_path_factory.mktemp("models") / "dense", config)
 
 
 def vllm(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,6 +194,43 @@ def hybrid(tmp_path_factory) -> Path:
     return folder
 
 
+def dflash_weights(config: dict[str, Any], deviation: float) -> dict[str, torch.Tensor]:
+    """Random weights of a DFlash draft that reads two layers of its target, always
+    the same: matrices of this standard deviation, norms of ones."""
+    hidden, inner, head = (
+        config[name] for name in ("hidden_size", "intermediate_size", "head_dim")
+    )
+    queries = config["num_attention_heads"] * head
+    keys = config["num_key_value_heads"] * head
+    matrices = dict(
+        q_proj=(queries, hidden),
+        k_proj=(keys, hidden),
+        v_proj=(keys, hidden),
+        o_proj=(hidden, queries),
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc": (hidden, 2 * hidden),
+        "hidden_norm": (hidden,),
+        "norm": (hidden,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"layers.{i}."
+        shapes |= {f"{layer}self_attn.{n}": s for n, s in matrices.items()}
+        shapes |= {f"{layer}self_attn.{n}": (head,) for n in ("q_norm", "k_norm")}
+        shapes |= {f"{layer}mlp.{n}_proj": (inner, hidden) for n in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj"] = (hidden, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[layer + norm] = (hidden,)
+    torch.manual_seed(1)
+    dtype = getattr(torch, config["dtype"])
+    return {
+        f"{name}.weight": (
+            torch.randn(shape) * deviation if len(shape) > 1 else torch.ones(shape)
+        ).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
 @pytest.fixture(scope="module")
 def dflash(tmp_path_factory) -> Path:
     """A DFlash draft (first version) with three KV heads, so 1.5 times as wide."""
@@ -220,33 +258,7 @@ def dflash(tmp_path_factory) -> Path:
         dflash_config=dict(mask_token_id=MASK_TOKEN, target_layer_ids=[1, 2]),
     )
     (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(1)
-    matrices = dict(
-        q_proj=(heads * HEAD, HIDDEN),
-        k_proj=(kv_heads * HEAD, HIDDEN),
-        v_proj=(kv_heads * HEAD, HIDDEN),
-        o_proj=(HIDDEN, heads * HEAD),
-    )
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc": (HIDDEN, 2 * HIDDEN),
-        "hidden_norm": (HIDDEN,),
-        "norm": (HIDDEN,),
-    }
-    for i in range(layers):
-        layer = f"layers.{i}."
-        shapes |= {f"{layer}self_attn.{n}": s for n, s in matrices.items()}
-        shapes |= {f"{layer}self_attn.{n}": (HEAD,) for n in ("q_norm", "k_norm")}
-        shapes |= {f"{layer}mlp.{n}_proj": (FFN, HIDDEN) for n in ("gate", "up")}
-        shapes[f"{layer}mlp.down_proj"] = (HIDDEN, FFN)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[layer + norm] = (HIDDEN,)
-    weights = {
-        f"{name}.weight": (
-            torch.randn(shape) * 0.1 if len(shape) > 1 else torch.ones(shape)
-        ).bfloat16()
-        for name, shape in shapes.items()
-    }
-    write_weights(folder, weights)
+    write_weights(folder, dflash_weights(config, 0.1))
     write_tokenizer(folder)
     return folder
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.needle import task
+from tests.v1.e2e.test_kv_page_plan_cpu import dflash_weights, write_weights
 from tools.demo import checkpoint
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
@@ -184,36 +184,9 @@ def write_draft(folder: Path, layer_types: list[str], dtype: torch.dtype) -> Non
         max_window_layers=0,
         dflash_config=dict(mask_token_id=SPACE, target_layer_ids=[1, 5]),
     )
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc": (HIDDEN, 2 * HIDDEN),
-        "hidden_norm": (HIDDEN,),
-        "norm": (HIDDEN,),
-    }
-    for i in range(layers):
-        layer = f"layers.{i}."
-        shapes |= {
-            f"{layer}self_attn.q_proj": (heads * HEAD, HIDDEN),
-            f"{layer}self_attn.k_proj": (kv_heads * HEAD, HIDDEN),
-            f"{layer}self_attn.v_proj": (kv_heads * HEAD, HIDDEN),
-            f"{layer}self_attn.o_proj": (HIDDEN, heads * HEAD),
-            f"{layer}self_attn.q_norm": (HEAD,),
-            f"{layer}self_attn.k_norm": (HEAD,),
-            f"{layer}mlp.gate_proj": (HIDDEN, HIDDEN),
-            f"{layer}mlp.up_proj": (HIDDEN, HIDDEN),
-            f"{layer}mlp.down_proj": (HIDDEN, HIDDEN),
-            f"{layer}input_layernorm": (HIDDEN,),
-            f"{layer}post_attention_layernorm": (HIDDEN,),
-        }
-    torch.manual_seed(1)
-    weights = {
-        f"{name}.weight": (
-            torch.randn(shape) * 0.05 if len(shape) > 1 else torch.ones(shape)
-        ).to(dtype)
-        for name, shape in shapes.items()
-    }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(folder, dflash_weights(config, 0.05))
     for name, document in checkpoint.tokenizer_files().items():
         (folder / name).write_text(json.dumps(document))
 
