@@ -57,7 +57,8 @@ class Size:
     def scratch_bytes(self, tokens: int, width: int) -> int:
         """Bytes beside input and output, the activations of 2 bytes."""
         rows = tokens * self.top_k
-        return rows * (2 * self.intermediate + 2 * width + 4) + 4 * (self.experts + 1)
+        tile = (rows - tokens) * 2 * width
+        return rows * (2 * self.intermediate + 4) + tile + 4 * (self.experts + 1)
 
     def bytes_before(self, tokens: int) -> int:
         """Bytes of a step that keeps everything for tokens x top_k rows."""
@@ -135,7 +136,7 @@ def ours(
     sorted_rows = torch.empty(rows, dtype=torch.int32, device=device)
     offsets = torch.empty(size.experts + 1, dtype=torch.int32, device=device)
     act = torch.empty(rows, size.intermediate, dtype=dtype, device=device)
-    partial = torch.empty(rows, width, dtype=dtype, device=device)
+    partial = torch.empty(rows - tokens, width, dtype=dtype, device=device)
 
     def call() -> None:
         sm70_ops.moe_route(batch.topk_ids, None, sorted_rows, offsets)

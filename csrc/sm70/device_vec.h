@@ -78,18 +78,25 @@ __device__ __forceinline__ float2 floats_from_half2(u32 pair) {
                      __half2float(__ushort_as_half(pair >> 16)));
 }
 
+// Decodes eight values of 16 bits, the ones in the lowest bits first.
+template <class Format>
+__device__ __forceinline__ void floats_from_x8(const uint4& packed,
+                                               float (&values)[8]) {
+  const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[2 * i] = Format::value(words[i] & 0xffff);
+    values[2 * i + 1] = Format::value(words[i] >> 16);
+  }
+}
+
 // Loads elements [8 * index, 8 * index + 8) of `in`, which is 16-byte aligned.
 template <class Format>
 __device__ __forceinline__ void load_x8(const typename Format::Storage* in,
                                         i64 index, float (&values)[8]) {
   if constexpr (sizeof(typename Format::Storage) == 2) {
-    const uint4 packed = __ldg(reinterpret_cast<const uint4*>(in) + index);
-    const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      values[2 * i] = Format::value(words[i] & 0xffff);
-      values[2 * i + 1] = Format::value(words[i] >> 16);
-    }
+    floats_from_x8<Format>(__ldg(reinterpret_cast<const uint4*>(in) + index),
+                           values);
   } else {
     const uint4* source = reinterpret_cast<const uint4*>(in) + 2 * index;
 #pragma unroll

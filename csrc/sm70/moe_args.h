@@ -10,6 +10,7 @@
 // expert_offsets[e + 1]).
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -310,7 +311,7 @@ inline bool overlap(const Tensor& a, const Tensor& b) {
 
 struct MoeDownArgs {
   const void* act;  // [rows, weight.columns], in the order of sorted_rows
-  void* partial;    // [rows, width]
+  void* partial;    // [tokens * (top_k - 1), width]: those of j >= 1
   void* out;        // [tokens, weight.rows]
   int64_t out_stride;
   int64_t width;
@@ -351,10 +352,12 @@ inline MoeDownArgs moe_down_args(
       .contiguous();
   const Argument partial_argument(kOp, "partial", partial);
   partial_argument.dtype({act.scalar_type()})
-      .matrix("[T * top_k, width of a tile]")
+      .matrix("[T * (top_k - 1), width of a tile]")
       .same_device("act", act);
-  check_sizes(partial_argument, partial, {choice.rows(), partial.size(1)},
-              "[T * top_k, width of a tile]");
+  const int64_t partial_rows =
+      choice.tokens * std::max<int64_t>(choice.top_k - 1, 0);
+  check_sizes(partial_argument, partial, {partial_rows, partial.size(1)},
+              "[T * (top_k - 1), width of a tile]");
   partial_argument.contiguous();
   const int64_t width = partial.size(1);
   if (width < 16 || width % 16 != 0) {
@@ -365,11 +368,9 @@ inline MoeDownArgs moe_down_args(
   }
   // Workspaces are reused: a caller may well hand in such an output.
   if (overlap(out, partial)) out_argument.fail("must not overlap partial");
-  if (width < weight.rows && overlap(out, act)) {
+  if (overlap(out, act)) {
     out_argument.fail(
-        "must not overlap act, which later tiles still read; with a partial of "
-        "all " +
-        std::to_string(weight.rows) + " columns there is one tile, and it may");
+        "must not overlap act, which is read while out is written");
   }
   return {act.const_data_ptr(),
           partial.mutable_data_ptr(),

@@ -68,6 +68,7 @@ SM70_INLINE void moe_weigh(const float* in, float factor,
   }
 }
 
+// `out` may be one of the rows.
 template <class Format>
 SM70_INLINE void moe_sum(const void* const* rows, i64 row_count,
                          typename Format::Storage* out, i64 count) {

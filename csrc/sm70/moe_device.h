@@ -86,10 +86,15 @@ __device__ __forceinline__ float moe_activate(MoeActivation activation,
 
 // One product over the experts, either of the two. An expert has one or two
 // (gate, up) halves [n, k]; columns [begin_n, end_n) of the product are made.
+//
+// The first has top_k: x is read at row sorted_rows[p] / top_k, and out is written
+// at p. The second has sum_k: x is read at p, and the result goes where the sum
+// over the top-k looks for it (moe_out_row).
 template <class Format>
 struct MoeGemmParams {
   const typename Format::Storage* x;  // rows 16-byte aligned
-  typename Format::Storage* out;      // 16-byte aligned, column begin_n first
+  typename Format::Storage* out;      // rows 16-byte aligned, begin_n first
+  typename Format::Storage* sum;      // likewise: the rows of the sum
   const u8* codes;                    // 16-byte aligned
   const float* scales;
   const int* sorted_rows;
@@ -97,6 +102,7 @@ struct MoeGemmParams {
   const float* topk_weights;  // [rows], or null
   i64 x_stride;               // elements from one row to the next
   i64 out_stride;
+  i64 sum_stride;
   int scale_stride;  // scales in a row of blocks; 1 for scales of rows
   int scale_rows;    // rows of blocks, or of scales, in a half
   int experts;
@@ -104,9 +110,29 @@ struct MoeGemmParams {
   int k;
   int begin_n;
   int end_n;
-  int top_k;     // x is read at row sorted_rows[p] / top_k; 0: at p
-  bool scatter;  // out is written at row sorted_rows[p]; else at p
+  int top_k;     // of the first product; 0: this is the second
+  int sum_k;     // of the second product; 0: this is the first
+  bool reverse;  // tensor cores only: the grid's blocks in descending order
   MoeActivation activation;
 };
+
+// Row t * k + j of token t, j >= 1, as it is counted where j = 0 is left out: token
+// t has k - 1 rows there, from t * (k - 1) on.
+__device__ __forceinline__ int moe_partial_row(int row, int token) {
+  return row - token - 1;
+}
+
+// Where the product of a position and its row is written: that of a token's first
+// expert in the place of the sum itself, which reads it there, and those of the
+// others one after another in `out`.
+template <class Format>
+__device__ __forceinline__ typename Format::Storage* moe_out_row(
+    const MoeGemmParams<Format>& p, int position, int row) {
+  if (p.sum_k == 0) return p.out + position * p.out_stride;
+  const int token = row / p.sum_k;
+  return row == token * p.sum_k
+             ? p.sum + token * p.sum_stride
+             : p.out + moe_partial_row(row, token) * p.out_stride;
+}
 
 }  // namespace vllm::sm70

@@ -115,8 +115,7 @@ __global__ void __launch_bounds__(kMoeGemvThreads<kTokens>,
     if (lane % kLanesEach == 0 && r < kColumns && t < count) {
       float result = moe_activate(p.activation, sum);
       if constexpr (kGated) result *= up;
-      p.out[(p.scatter ? row : position) * p.out_stride + n - p.begin_n] =
-          Format::bits(result);
+      moe_out_row(p, position, row)[n - p.begin_n] = Format::bits(result);
     }
   }
 }

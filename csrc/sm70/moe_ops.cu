@@ -7,13 +7,16 @@
 //
 // A product's kernel has a number, the rows of one expert that it makes at once,
 // which the argument `config` asks for in benchmarks: 1, 2 and 4 are those of
-// moe_gemv.cuh; 16, 64 and 128 those of moe_tensor_gemm.cuh.
+// moe_gemv.cuh; 16, 64 and 128 those of moe_tensor_gemm.cuh, which go through every
+// other tile of the second product backwards: what a tile has read last may still
+// be in the L2 cache. -16, -64 and -128 do not.
 
 #include <cuda_runtime.h>
 
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 
 #include "cuda_launch.h"
@@ -159,9 +162,10 @@ int kernel_number(const char* op, const Tensor& x, const char* x_name,
                             top_k, weight.experts);
   }
   for (int number : kMoeKernels) {
-    if (config == number && (number > 4 || tokens * top_k <= kMoeGemvMaxRows)) {
-      return number;
-    }
+    const bool exists =
+        number <= 4 ? tokens * top_k <= kMoeGemvMaxRows && config == number
+                    : std::abs(config) == number;
+    if (exists) return number;
   }
   fail_argument(std::string(op) + ": config = " + std::to_string(config) +
                 ": there is no such kernel for this many tokens; use -1 "
@@ -215,16 +219,25 @@ void fp8_moe_gate_up(const Tensor& x, const Tensor& w13,
     using Format = decltype(f);
     using Storage = typename Format::Storage;
     const MoeWeight& weight = args.weight;
-    run_product<Format>(
-        product,
-        {static_cast<const Storage*>(args.x), static_cast<Storage*>(args.out),
-         weight.codes, weight.scales, args.sorted_rows, args.expert_offsets,
-         args.topk_weights, args.x_stride, weight.rows,
-         static_cast<int>(weight.scale_stride),
-         static_cast<int>(weight.scale_rows), static_cast<int>(weight.experts),
-         static_cast<int>(weight.rows), static_cast<int>(weight.columns), 0,
-         static_cast<int>(weight.rows), static_cast<int>(args.top_k), false,
-         args.activation});
+    run_product<Format>(product,
+                        {.x = static_cast<const Storage*>(args.x),
+                         .out = static_cast<Storage*>(args.out),
+                         .codes = weight.codes,
+                         .scales = weight.scales,
+                         .sorted_rows = args.sorted_rows,
+                         .expert_offsets = args.expert_offsets,
+                         .topk_weights = args.topk_weights,
+                         .x_stride = args.x_stride,
+                         .out_stride = weight.rows,
+                         .scale_stride = static_cast<int>(weight.scale_stride),
+                         .scale_rows = static_cast<int>(weight.scale_rows),
+                         .experts = static_cast<int>(weight.experts),
+                         .n = static_cast<int>(weight.rows),
+                         .k = static_cast<int>(weight.columns),
+                         .begin_n = 0,
+                         .end_n = static_cast<int>(weight.rows),
+                         .top_k = static_cast<int>(args.top_k),
+                         .activation = args.activation});
   });
 }
 
@@ -283,15 +296,27 @@ void fp8_moe_down(const Tensor& act, const Tensor& w2, const Tensor& w2_scale,
       const int64_t end = moe_tile_begin(tile + 1, weight.rows, args.width);
       if (choice.rows() != 0) {
         run_product<Format>(
-            product,
-            {static_cast<const Storage*>(args.act),
-             static_cast<Storage*>(args.partial), weight.codes, weight.scales,
-             args.sorted_rows, args.expert_offsets, args.topk_weights,
-             weight.columns, args.width, static_cast<int>(weight.scale_stride),
-             static_cast<int>(weight.scale_rows),
-             static_cast<int>(weight.experts), static_cast<int>(weight.rows),
-             static_cast<int>(weight.columns), static_cast<int>(begin),
-             static_cast<int>(end), 0, true, MoeActivation::kNone});
+            product, {.x = static_cast<const Storage*>(args.act),
+                      .out = static_cast<Storage*>(args.partial),
+                      .sum = static_cast<Storage*>(args.out) + begin,
+                      .codes = weight.codes,
+                      .scales = weight.scales,
+                      .sorted_rows = args.sorted_rows,
+                      .expert_offsets = args.expert_offsets,
+                      .topk_weights = args.topk_weights,
+                      .x_stride = weight.columns,
+                      .out_stride = args.width,
+                      .sum_stride = args.out_stride,
+                      .scale_stride = static_cast<int>(weight.scale_stride),
+                      .scale_rows = static_cast<int>(weight.scale_rows),
+                      .experts = static_cast<int>(weight.experts),
+                      .n = static_cast<int>(weight.rows),
+                      .k = static_cast<int>(weight.columns),
+                      .begin_n = static_cast<int>(begin),
+                      .end_n = static_cast<int>(end),
+                      .sum_k = static_cast<int>(choice.top_k),
+                      .reverse = config >= -1 && tile % 2 == 1,
+                      .activation = MoeActivation::kNone});
       }
       sum_tile<Format>(kOp, stream, args, begin, end);
     }

@@ -210,8 +210,16 @@ void fp8_moe_down(const Tensor& act, const Tensor& w2, const Tensor& w2_scale,
     return static_cast<const char*>(args.act) +
            position * args.weight.columns * bytes;
   };
-  const auto partial_row = [&](int64_t row) {
-    return static_cast<char*>(args.partial) + row * args.width * bytes;
+  // Where a tile's part of row t * k + j is kept until it is summed up: for j = 0
+  // in `out`, in the place of the sum.
+  const auto part = [&](int64_t row, int64_t tile) {
+    const int64_t token = row / choice.top_k, j = row % choice.top_k;
+    if (j == 0) {
+      return static_cast<char*>(args.out) +
+             (token * args.out_stride + tile) * bytes;
+    }
+    const int64_t partial_row = token * (choice.top_k - 1) + j - 1;
+    return static_cast<char*>(args.partial) + partial_row * args.width * bytes;
   };
   for (int64_t tile = 0; tile < args.weight.rows; tile += args.width) {
     const int64_t tile_end = std::min(tile + args.width, args.weight.rows);
@@ -223,7 +231,7 @@ void fp8_moe_down(const Tensor& act, const Tensor& w2, const Tensor& w2_scale,
           const float factor =
               args.topk_weights == nullptr ? 1.0f : args.topk_weights[row];
           kernels.moe_weigh(args.format, products, factor,
-                            partial_row(row) + (first - tile) * bytes, count);
+                            part(row, tile) + (first - tile) * bytes, count);
         });
     const int64_t work = (tile_end - tile) * (choice.top_k + 1);
     torch::stable::parallel_for(
@@ -235,7 +243,7 @@ void fp8_moe_down(const Tensor& act, const Tensor& w2, const Tensor& w2_scale,
             for (int64_t j = 0; j < choice.top_k; ++j) {
               const int64_t row = token * choice.top_k + j;
               if (local_expert(choice, row) >= 0) {
-                rows[present++] = partial_row(row);
+                rows[present++] = part(row, tile);
               }
             }
             kernels.moe_sum(args.format, rows.data(), present,

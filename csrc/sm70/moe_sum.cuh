@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// out[t] = the sum of partial[t * k + j] over the j whose expert is local, in
-// ascending order, in FP32: the end of each tile of a mixture of experts.
+// out[t] = the sum over the j whose expert is local of row t * k + j, in ascending
+// order, in FP32: the end of each tile of a mixture of experts. That of j = 0 is in
+// out[t] already, the others are in `partial` [T * (k - 1), width].
 #pragma once
 
 #include "kernel_entry.h"
@@ -13,7 +14,7 @@ namespace vllm::sm70 {
 template <class Format, class Id>
 struct MoeSumParams {
   MoeChoiceParams<Id> choice;
-  const typename Format::Storage* partial;  // [rows, width], 16-byte aligned
+  const typename Format::Storage* partial;  // 16-byte aligned
   typename Format::Storage* out;            // rows 16-byte aligned
   i64 out_stride;                           // elements
   int width;
@@ -32,18 +33,24 @@ __global__ void __launch_bounds__(kMoeSumThreads)
   if (index >= p.total) return;
   const int token = static_cast<int>(index / p.units);
   const int unit = static_cast<int>(index % p.units);
+  typename Format::Storage* const out = p.out + token * p.out_stride;
   float sums[8] = {};
   const int row = token * p.top_k;
 #pragma unroll 4
   for (int j = 0; j < p.top_k; ++j) {
     if (local_expert(p.choice, row + j) < 0) continue;
+    const i64 partial_row = moe_partial_row(row + j, token);
+    const typename Format::Storage* const from =
+        j == 0 ? out : p.partial + partial_row * p.width;
     float values[8];
-    load_x8<Format>(p.partial + static_cast<i64>(row + j) * p.width, unit,
-                    values);
+    // Read once, so it need not push activated rows out of the L2 cache. Not with
+    // __ldg: `out` is written below.
+    floats_from_x8<Format>(__ldcs(reinterpret_cast<const uint4*>(from) + unit),
+                           values);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sums[i] += values[i];
   }
-  store_x8<Format>(p.out + token * p.out_stride, unit, sums);
+  store_x8<Format>(out, unit, sums);
 }
 
 }  // namespace vllm::sm70

@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(MoeTile<kM>::kThreads, MoeTile<kM>::kBlocks)
 
     // The expert, and this block's positions.
     const int tiles_n = (p.end_n - p.begin_n + kColumns - 1) / kColumns;
-    const int tile = blockIdx.x / tiles_n;
+    const int index = p.reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int tile = index / tiles_n;
     const int expert = find_last(p.experts, tile, [&](int e) {
       return moe_tile_start(e, __ldg(p.expert_offsets + e), kM);
     });
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(MoeTile<kM>::kThreads, MoeTile<kM>::kBlocks)
     const int first =
         expert_begin + (tile - moe_tile_start(expert, expert_begin, kM)) * kM;
     if (first >= end) return;
-    const int first_n = p.begin_n + blockIdx.x % tiles_n * kColumns;
+    const int first_n = p.begin_n + index % tiles_n * kColumns;
 
     const int thread = threadIdx.x;
     // Not needed before the end, when there are registers for it again.
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(MoeTile<kM>::kThreads, MoeTile<kM>::kBlocks)
       const int position = place[1] + m;
       const int n = place[3] + column;
       if (position >= place[2] || n >= p.end_n) continue;
-      const int row = p.scatter || p.topk_weights != nullptr
+      const int row = p.sum_k != 0 || p.topk_weights != nullptr
                           ? __ldg(p.sorted_rows + position)
                           : position;
       const float weight =
@@ -313,8 +314,8 @@ __global__ void __launch_bounds__(MoeTile<kM>::kThreads, MoeTile<kM>::kBlocks)
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[i] *= ups[i];
       }
-      store_x8<Format>(p.out + (p.scatter ? row : position) * p.out_stride,
-                       (n - p.begin_n) / 8, values);
+      store_x8<Format>(moe_out_row(p, position, row), (n - p.begin_n) / 8,
+                       values);
     }
   }
 }

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-PROMPTS = [[(i * 7 + i // 50) % 250 for i in range(1500)], [72, 105, 33]]
+PROMPTS = [[(i * 7 + i // 50) % 250 for i in range(1800)], [72, 105, 33]]
 
 
 def serve(folder: str, setting: str) -> dict[str, Any]:

@@ -111,8 +111,8 @@ def parts(result: dict[str, Any], of: int) -> set[int]:
 
 
 def expect_bounded(result: dict[str, Any]) -> None:
-    # 1 MiB by 2 * (128 * 2 + 128 * 2 + 4) bytes a token, in whole 64s.
-    assert max(parts(result, CHUNK)) == 960 and parts(result, TILE) == {128, HIDDEN}
+    # 1 MiB by 2 * (2 * 128 + 128) + 2 * 4 bytes a token, in whole 64s.
+    assert max(parts(result, CHUNK)) == 1344 and parts(result, TILE) == {128, HIDDEN}
     # Decode is never cut, and takes whole rows.
     for batch, chunk, tile in result["calls"]:
         assert batch > 64 or (chunk, tile) == (batch, HIDDEN)
@@ -124,7 +124,7 @@ def test_bounded_and_unbounded_scratch_give_the_same_tokens(folder, tmp_path):
     assert len(set(whole["tokens"][0])) > 1
     assert bounded["tokens"] == whole["tokens"]
     assert all(call[BATCH] == call[CHUNK] for call in whole["calls"])
-    assert parts(whole, TILE) == {HIDDEN} and max(parts(whole, BATCH)) > 960
+    assert parts(whole, TILE) == {HIDDEN} and max(parts(whole, BATCH)) > 1344
     expect_bounded(bounded)
 
 

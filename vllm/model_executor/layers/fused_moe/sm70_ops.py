@@ -181,7 +181,8 @@ def fp8_moe_down(
     A tile of as many output columns as `partial` has is multiplied, with the whole
     of I and each weight read once, and the sums, times the router's weight, are
     rounded to the dtype of `partial`; then they are added up over j in ascending
-    order in FP32, and rounded once. An absent row counts zero.
+    order in FP32, and rounded once. An absent row counts zero. Until then the rows
+    of a token's first expert are in `out`, those of the others in `partial`.
 
     Args:
         act: [T * k, I], contiguous, from `fp8_moe_gate_up`.
@@ -194,12 +195,11 @@ def fp8_moe_down(
         topk_ids: as for `moe_route`: they say which rows are absent.
         expert_map: as for `moe_route`.
         topk_weights: float32 [T, k], contiguous; None: all ones.
-        partial: [T * k, width] of the dtype of `act`, contiguous, the scratch
-            for one tile: its width is a multiple of 16 columns, and H or more for
-            all of them at once.
+        partial: [T * (k - 1), width] of the dtype of `act`, contiguous, the
+            scratch for one tile: its width is a multiple of 16 columns, and H or
+            more for all of them at once.
         out: [T, H] of the dtype of `act`, all of it overwritten; rows may have a
-            distance. It must not overlap another argument, but for `act` where
-            `partial` has all columns, so that there is one tile.
+            distance. It must not overlap another argument.
         batch_tokens: as for `fp8_moe_gate_up`.
         config: as for `fp8_moe_gate_up`.
 
