@@ -54,9 +54,18 @@ TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 FORMATS = ["nvfp4", "fp8-block", "fp8-row"]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 KERNELS = {
-    "nvfp4": [*range(9), *range(10, 14), *range(15, 18), *range(20, 28)],
-    "fp8-block": [1, 2, 3, 4, 5, 6, 20, 21, 22, 23],
-    "fp8-row": [1, 2, 3, 4, 5, 6, 20, 21, 22, 23],
+    "nvfp4": [
+        *range(4),
+        7,
+        8,
+        *range(10, 14),
+        *range(15, 18),
+        *range(20, 28),
+        30,
+        31,
+    ],
+    "fp8-block": [1, 2, 3, 6, 20, 21, 22, 23],
+    "fp8-row": [1, 2, 3, 6, 20, 21, 22, 23],
 }
 
 
@@ -178,12 +187,11 @@ def compare_kernels(
         out = torch.empty(tokens, rows, dtype=dtype, device="cuda")
         times = {}
         for kernel in asked:
-            # Kernels without tensor cores are for few tokens, and do not share
-            # out K among blocks.
-            on_tensor_cores = kernel >= 10
-            if not on_tensor_cores and tokens > 8:
+            # These are for few tokens, and do not share out K among blocks.
+            for_few = kernel < 10 or kernel >= 30
+            if for_few and tokens > 8:
                 continue
-            for splits in options.splits if on_tensor_cores else [0]:
+            for splits in [0] if for_few else options.splits:
                 config = kernel + 100 * splits
                 try:
                     times[config] = timer(

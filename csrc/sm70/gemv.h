@@ -72,6 +72,10 @@ __device__ __forceinline__ void gemv(const GemvParams<Format>& p,
                                      const Weight& weight) {
   constexpr int kCodes = Weight::kCodes;
   constexpr int kValues = kRows * kTokens;
+  constexpr bool kAhead = kTokens == 1;
+  struct Unit {
+    typename Weight::Chunk chunks[kRows];
+  };
   static_assert(kValues <= 32 && (kValues & (kValues - 1)) == 0);
   __shared__ float partials[2][kMaxThreads / 32][kValues];
   __shared__ float totals[kGemvMaxTotals];
@@ -105,20 +109,31 @@ __device__ __forceinline__ void gemv(const GemvParams<Format>& p,
       }
     }
 
-    for (int unit = unit_begin; unit < unit_end; ++unit) {
-      const int row = unit * kRows;
-      float sums[kValues] = {};
-      if (has_chunk) {
-        typename Weight::Chunk chunks[kRows];
+    const auto load = [&](int unit) {
+      Unit result{};
+      if (has_chunk && unit < unit_end) {
+        const int row = unit * kRows;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           // Past the last row: that row again, whose sums are not used.
-          chunks[r] = weight.load(min(row + r, p.n - 1), chunk);
+          result.chunks[r] = weight.load(min(row + r, p.n - 1), chunk);
         }
+      }
+      return result;
+    };
+    Unit next{};
+    if constexpr (kAhead) next = load(unit_begin);
+    for (int unit = unit_begin; unit < unit_end; ++unit) {
+      const int row = unit * kRows;
+      const Unit present = kAhead ? next : load(unit);
+      if constexpr (kAhead) next = load(unit + 1);
+      float sums[kValues] = {};
+      if (has_chunk) {
         const float scale = weight.scale(row, chunk);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          weight.template add<kTokens>(chunks[r], scale, x, sums + r * kTokens);
+          weight.template add<kTokens>(present.chunks[r], scale, x,
+                                       sums + r * kTokens);
         }
       }
       const float sum = sum_over_lanes<kValues>(sums);

@@ -77,9 +77,10 @@ struct Mma16816 {
 
   // Rows 16 * kHalf and up. a0 and a2 belong to the lane's first row of these, a1
   // and a3 to its second; b0 goes with a0 and a1.
-  template <int kHalf>
-  __device__ static void multiply(float (&sums)[kSums], u32 a0, u32 a1, u32 a2,
+  template <int kHalf = 0, int kSize>
+  __device__ static void multiply(float (&sums)[kSize], u32 a0, u32 a1, u32 a2,
                                   u32 a3, u32 b0, u32 b1) {
+    static_assert(kSize >= 4 * kHalf + 4);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     float* const c = sums + 4 * kHalf;
     asm volatile(

@@ -21,6 +21,7 @@
 #include "linear_args.h"
 #include "nvfp4_gemv.cuh"
 #include "nvfp4_mma_gemm.cuh"
+#include "nvfp4_mma_gemv.cuh"
 #include "nvfp4_tensor_gemm.cuh"
 #include "split_sum.cuh"
 
@@ -44,7 +45,9 @@ constexpr int kGemv = 0;       // gemv.h: any GPU
 constexpr int kMma16816 = 10;  // nvfp4_mma_gemm.cuh: FP16 from sm_80 on
 constexpr int kMma884 = 15;    // nvfp4_mma_gemm.cuh: FP16, meant for sm_70
 constexpr int kTensor = 20;    // tensor_gemm.h: FP16; BF16 from sm_80 on
-constexpr int kFamilies[] = {kGemv, kMma16816, kMma884, kTensor, 100};
+constexpr int kMmaGemv =
+    30;  // nvfp4_mma_gemv.cuh: FP16, one row, from sm_80 on
+constexpr int kFamilies[] = {kGemv, kMma16816, kMma884, kTensor, kMmaGemv, 100};
 
 // A kernel by its number. `tokens` rows of x at once; needs K and the weight's
 // address to be multiples of `codes` elements.
@@ -176,14 +179,30 @@ void nvfp4_mma(const Call<Nvfp4Weight>& call) {
       });
 }
 
+template <int kTiles>
+void nvfp4_mma_gemv(const Call<Nvfp4Weight>& call) {
+  const GemmArgs& args = call.gemm;
+  const Nvfp4MmaGemvParams params{static_cast<const u16*>(args.x),
+                                  static_cast<const u16*>(args.bias),
+                                  static_cast<u16*>(args.out),
+                                  call.weight.packed,
+                                  call.weight.block_scales,
+                                  call.weight.global_scale,
+                                  static_cast<int>(args.n),
+                                  static_cast<int>(args.k / kMmaGemvCodes)};
+  const int64_t groups = ceil_div(args.n, 16 * kTiles);
+  const int64_t resident =
+      static_cast<int64_t>(kMmaGemvBlocks<kTiles>) * call.multiprocessors;
+  const dim3 grid = checked_grid(call.op, std::min(groups, resident));
+  check_launch(call.op, launch<&nvfp4_mma_gemv_kernel<kTiles>>(
+                            grid, call.stream, params));
+}
+
 constexpr Kernel<Nvfp4Weight> kNvfp4Kernels[] = {
-    {0, true, 1, 32, nvfp4_gemv<Fp16, 1, 32, 4>, nvfp4_gemv<Bf16, 1, 32, 4>},
+    {0, true, 1, 32, nvfp4_gemv<Fp16, 1, 32, 2>, nvfp4_gemv<Bf16, 1, 32, 2>},
     {1, true, 1, 16, nvfp4_gemv<Fp16, 1, 16, 4>, nvfp4_gemv<Bf16, 1, 16, 4>},
     {2, true, 2, 16, nvfp4_gemv<Fp16, 2, 16, 4>, nvfp4_gemv<Bf16, 2, 16, 4>},
     {3, true, 4, 16, nvfp4_gemv<Fp16, 4, 16, 4>, nvfp4_gemv<Bf16, 4, 16, 4>},
-    {4, false, 1, 32, nvfp4_gemv<Fp16, 1, 32, 2>, nullptr},
-    {5, false, 1, 32, nvfp4_gemv<Fp16, 1, 32, 8>, nullptr},
-    {6, false, 1, 16, nvfp4_gemv<Fp16, 1, 16, 8>, nullptr},
     {7, false, 2, 16, nvfp4_gemv<Fp16, 2, 16, 8>, nullptr},
     {8, false, 4, 16, nvfp4_gemv<Fp16, 4, 16, 2>, nullptr},
     {10, false, 8, 32, nvfp4_mma<Mma16816, 1, 8>, nullptr},
@@ -204,6 +223,8 @@ constexpr Kernel<Nvfp4Weight> kNvfp4Kernels[] = {
     {25, false, 16, 32, nvfp4_tensor<Fp16, 16, 32, 32, 4>, nullptr},
     {26, false, 32, 32, nvfp4_tensor<Fp16, 32, 64, 32, 2>, nullptr},
     {27, false, 64, 32, nvfp4_tensor<Fp16, 64, 128, 32, 2>, nullptr},
+    {30, true, 1, 32, nvfp4_mma_gemv<1>, nullptr},
+    {31, false, 1, 32, nvfp4_mma_gemv<2>, nullptr},
 };
 
 // ---- FP8 ----
@@ -246,8 +267,6 @@ constexpr Kernel<Fp8Weight> kFp8Kernels[] = {
     {1, true, 1, 16, fp8_gemv<Fp16, 1, 4>, fp8_gemv<Bf16, 1, 4>},
     {2, true, 2, 16, fp8_gemv<Fp16, 2, 4>, fp8_gemv<Bf16, 2, 4>},
     {3, true, 4, 16, fp8_gemv<Fp16, 4, 4>, fp8_gemv<Bf16, 4, 4>},
-    {4, false, 1, 16, fp8_gemv<Fp16, 1, 8>, nullptr},
-    {5, false, 2, 16, fp8_gemv<Fp16, 2, 8>, nullptr},
     {6, false, 4, 16, fp8_gemv<Fp16, 4, 2>, nullptr},
     {20, true, 16, 16, fp8_tensor<Fp16, 16, 64, 4>,
      fp8_tensor<Bf16, 16, 64, 4>},
@@ -267,12 +286,20 @@ struct Situation {
   bool nvfp4;
   int codes;  // 32 where the weight can be loaded 32 codes at once, else 16
   int64_t m;
+  int64_t n;
+  int64_t k;
+
+  bool takes_mma_gemv() const {
+    return capability >= 80 && nvfp4 && half && codes == 32 && m == 1 &&
+           k <= kMmaGemvMaxK && n * k / kMmaGemvCodes <= 0xffffffff;
+  }
 };
 
 int usual_family(const Situation& at) {
+  if (at.takes_mma_gemv()) return kMmaGemv;
   if (at.nvfp4 && at.half && at.codes == 32) {
-    // Measured on an H200: one token is faster without tensor cores, and from 33
-    // on the kernels that keep x in shared memory are.
+    // Measured on an H200: from 33 tokens on the kernels that keep x in shared
+    // memory are faster.
     if (at.capability >= 80 && at.m > 1 && at.m <= 32) return kMma16816;
     // sm_75 has the instruction, but no hardware for it.
     if (at.capability < 75 && at.m > 4 && at.m <= 8) return kMma884;
@@ -311,6 +338,7 @@ template <class Weight, size_t kCount>
 const Kernel<Weight>* asked_kernel(const Kernel<Weight> (&kernels)[kCount],
                                    const Situation& at, int64_t number) {
   if (in_family(number, kMma16816) && at.capability < 80) return nullptr;
+  if (in_family(number, kMmaGemv) && !at.takes_mma_gemv()) return nullptr;
   if (in_family(number, kTensor) && !at.half && at.capability < 80) {
     return nullptr;
   }
@@ -349,7 +377,11 @@ void multiply(const char* op, const Kernel<Weight> (&kernels)[kCount],
   const Situation at{attribute(cudaDevAttrComputeCapabilityMajor) * 10 +
                          attribute(cudaDevAttrComputeCapabilityMinor),
                      args.format == OutputFormat::kFp16,
-                     std::is_same_v<Weight, Nvfp4Weight>, codes, args.m};
+                     std::is_same_v<Weight, Nvfp4Weight>,
+                     codes,
+                     args.m,
+                     args.n,
+                     args.k};
   const Kernel<Weight>* kernel = config < 0
                                      ? usual_kernel(kernels, at)
                                      : asked_kernel(kernels, at, config % 100);

@@ -48,10 +48,15 @@ SHAPES = [
 ]
 # The kernels by number (csrc/sm70/small_gemm.cu), and what K must be a multiple of.
 NVFP4_CONFIGS = {
-    **dict.fromkeys([0, 4, 5, 10, 11, 12, 13, 15, 16, 17, 23, 25, 26, 27], 32),
-    **dict.fromkeys([1, 2, 3, 6, 7, 8, 20, 21, 22, 24], 16),
+    **dict.fromkeys([0, 10, 11, 12, 13, 15, 16, 17, 23, 25, 26, 27], 32),
+    **dict.fromkeys([1, 2, 3, 7, 8, 20, 21, 22, 24], 16),
+    **dict.fromkeys([30, 31], 32),
 }
-FP8_CONFIGS = dict.fromkeys([1, 2, 3, 4, 5, 6, 20, 21, 22, 23], 16)
+NEW_INSTRUCTION = {10, 11, 12, 13, 30, 31}
+"""Kernels of one instruction that came with 8.0."""
+ONE_ROW = {30, 31}
+"""Kernels for one row of x."""
+FP8_CONFIGS = dict.fromkeys([1, 2, 3, 6, 20, 21, 22, 23], 16)
 
 
 @dataclass
@@ -259,20 +264,36 @@ def test_every_kernel(kind: str, columns: int, splits: int) -> None:
     weight = make_weight(kind, 136, columns, "cuda", exact=True)
     configs = NVFP4_CONFIGS if kind == "nvfp4" else FP8_CONFIGS
     if torch.cuda.get_device_capability() < (8, 0):
-        # The kernels of one instruction that came with 8.0.
-        configs = {n: k for n, k in configs.items() if n not in (10, 11, 12, 13)}
+        configs = {n: k for n, k in configs.items() if n not in NEW_INSTRUCTION}
     for config, multiple in configs.items():
         for tokens in (1, 3, 4, 16, 50, 130):
             x = torch.randint(-2, 3, (tokens, columns), device="cuda")
             out = Output(tokens, 136, torch.float16, "cuda")
             arguments = x.half(), *weight.tensors, None, out.inner
-            if columns % multiple:
+            if columns % multiple or (config in ONE_ROW and tokens > 1):
                 with pytest.raises(ValueError, match=f"config = {config}: there is no"):
                     weight.operator(*arguments, config)
                 continue
             weight.operator(*arguments, config + 100 * splits)
             assert_same_bits(out.inner, (x.float() @ weight.values.t()).half())
             out.assert_nothing_outside()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("columns", [20480, 20512])
+def test_one_row_of_a_deep_weight(columns: int) -> None:
+    """The kernels for one row keep x in shared memory, as far as it goes."""
+    torch.manual_seed(columns)
+    weight = make_weight("nvfp4", 72, columns, "cuda", exact=True)
+    x = torch.randint(-2, 3, (1, columns), device="cuda")
+    expected = (x.double() @ weight.values.double().t()).half()
+    out = Output(1, 72, torch.float16, "cuda")
+    weight.operator(x.half(), *weight.tensors, None, out.inner)
+    assert_same_bits(out.inner, expected)
+    out.assert_nothing_outside()
+    if columns > 20480 or torch.cuda.get_device_capability() < (8, 0):
+        with pytest.raises(ValueError, match="config = 30: there is no such kernel"):
+            weight.operator(x.half(), *weight.tensors, None, out.inner, 30)
 
 
 @pytest.mark.cuda
