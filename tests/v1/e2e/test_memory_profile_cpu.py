@@ -10,10 +10,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.v1.e2e.test_kv_page_plan_cpu import (  # noqa: F401
     dflash,
@@ -22,12 +24,18 @@ from tests.v1.e2e.test_kv_page_plan_cpu import (  # noqa: F401
     prompt,
     should_do_global_cleanup_after_test,
     windowed,
+    write_tokenizer,
 )
 
 pytestmark = pytest.mark.slow
 
 ENGINE = Path(__file__).parents[1] / "worker" / "profiled_cpu_engine.py"
 PROMPTS = [prompt(70), prompt(300, 1)]
+VISION_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+VISION_START, IMAGE, VISION_END, VIDEO = range(258, 262)
+IMAGE_TOKENS, VIDEO_TOKENS = 60, 16
+"""Of the largest ones; a token is of 32 x 32 pixels, in a video of two frames."""
+ENCODER_WIDTH = 128
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,7 @@ FIRST = Server()
 SECOND = Server(tokens=160, sequences=20, model_len=512, second_runner=True)
 
 
-def run(server: Server, profile: bool, **engine) -> dict:
+def run(server: Server, profile: bool, images: Sequence = (), **engine) -> dict:
     engine = dict(
         dtype="bfloat16",
         enforce_eager=True,
@@ -56,7 +64,14 @@ def run(server: Server, profile: bool, **engine) -> dict:
     ) | {k: str(v) if isinstance(v, Path) else v for k, v in engine.items()}
     done = subprocess.run(
         [sys.executable, str(ENGINE)],
-        input=json.dumps(dict(engine=engine, profile=profile, prompts=PROMPTS)),
+        input=json.dumps(
+            dict(
+                engine=engine,
+                profile=profile,
+                prompts=PROMPTS + [[VISION_START, IMAGE, VISION_END, 5]] * len(images),
+                images={len(PROMPTS) + i: size for i, size in enumerate(images)},
+            )
+        ),
         env=os.environ
         | dict(
             VLLM_CPU_KVCACHE_SPACE="1",
@@ -146,6 +161,120 @@ def test_sliding_windows_with_a_draft_model(windowed, perfect_draft):  # noqa: F
         drafts=3,
         slots=1,
     )
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory) -> Path:
+    """The hybrid's layout with a vision tower, without weights."""
+    folder = tmp_path_factory.mktemp("vision")
+    write_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(VISION_TOKENS)
+    tokenizer.save(str(path))
+    text = dict(
+        model_type="qwen3_5_text",
+        vocab_size=512,
+        hidden_size=ENCODER_WIDTH,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        max_position_embeddings=8192,
+        mamba_ssm_dtype="float32",
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e7,
+            partial_rotary_factor=0.25,
+            mrope_section=[4, 2, 2],
+            mrope_interleaved=True,
+        ),
+    )
+    tower = dict(
+        model_type="qwen3_5_vision",
+        depth=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=2,
+        num_position_embeddings=64,
+        out_hidden_size=ENCODER_WIDTH,
+    )
+    patches = dict(patch_size=16, temporal_patch_size=2, merge_size=2)
+    patches |= dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    files = {
+        "config.json": dict(
+            architectures=["Qwen3_5ForConditionalGeneration"],
+            model_type="qwen3_5",
+            dtype="bfloat16",
+            text_config=text,
+            vision_config=tower,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=VISION_START,
+            vision_end_token_id=VISION_END,
+        ),
+        "preprocessor_config.json": dict(
+            patches,
+            image_processor_type="Qwen2VLImageProcessorFast",
+            size=dict(shortest_edge=1024, longest_edge=1024 * IMAGE_TOKENS),
+        ),
+        "video_preprocessor_config.json": dict(
+            patches,
+            video_processor_type="Qwen3VLVideoProcessor",
+            size=dict(shortest_edge=2048, longest_edge=2048 * VIDEO_TOKENS),
+        ),
+    }
+    for name, values in files.items():
+        (folder / name).write_text(json.dumps(values))
+    settings = folder / "tokenizer_config.json"
+    names = dict(
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+        vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
+    )
+    chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    known = json.loads(settings.read_text())
+    known |= names | dict(extra_special_tokens=names, chat_template=chat)
+    settings.write_text(json.dumps(known))
+    return folder
+
+
+@pytest.mark.parametrize("server", [FIRST, SECOND], ids=["first", "second"])
+def test_a_hybrid_with_a_vision_tower(vision, server):
+    """As many of the largest images as a step encodes, before the language model and
+    next to a full cache; then images are served as if there had been none."""
+    engine = dict(
+        model=vision,
+        load_format="dummy",
+        enable_prefix_caching=False,
+        limit_mm_per_prompt=dict(image=2, video=1),
+        images=[(64, 64), (256, 192), (320, 192)],
+    )
+    profiled, plain = run(server, True, **engine), run(server, False, **engine)
+    assert profiled["unsupported"] is None
+    images = server.tokens // IMAGE_TOKENS
+    item = 2 * ENCODER_WIDTH * IMAGE_TOKENS
+    cache = 2 * ENCODER_WIDTH * server.tokens
+    assert profiled["encoder"] == [images * item, cache]
+    assert profiled["kept"] == images * item
+    assert profiled["steps"][-2:] == [[images, server.tokens]] * 2
+    shapes = dict(profiled["shapes"])
+    # By the worker's meter, which counts no outputs: 100 a request, 1,000,000 an image.
+    name = f"{images} x {server.tokens // images} with {images} images"
+    peak = server.tokens + (100 + 10**6) * images
+    assert shapes[name] == peak + cache - images * item
+    assert shapes[f"1 x {server.tokens}"] == server.tokens + 100 + cache
+    assert profiled["left"] == [0, 0, 0, 0]
+    assert profiled["cached"] == [3, 0]
+    assert profiled["tokens"] == plain["tokens"]
+    assert len(set(map(tuple, plain["tokens"]))) > 1
 
 
 def test_two_ranks_agree(hybrid):  # noqa: F811

@@ -16,6 +16,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from PIL import Image
+
 SECOND_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 if SECOND_RUNNER:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -34,7 +36,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.v1.worker import memory_profile, profile_batches  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
-RESIDENT, PER_TOKEN, PER_REQUEST, UNUSED = 1000, 1, 100, 7
+RESIDENT, PER_TOKEN, PER_REQUEST, PER_ITEM, UNUSED = 1000, 1, 100, 10**6, 7
 KV_MEMORY = 2**28
 LESS = 5
 """Powers of two that a rank has less than the one before it."""
@@ -42,7 +44,8 @@ SEEN: dict[str, Any] = {}
 
 
 class StepMeter:
-    """Counts a byte a token and `PER_REQUEST` a request of the latest step."""
+    """Counts a byte a token of the latest step, `PER_REQUEST` a request and `PER_ITEM`
+    an item that it encodes."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -71,9 +74,11 @@ class ProfiledCPUWorker(CPUWorker):
         def counted(scheduled):
             requests = len(scheduled.num_scheduled_tokens)
             tokens = scheduled.total_num_scheduled_tokens
+            encoded = scheduled.scheduled_encoder_inputs.values()
             if tokens:
                 SEEN["steps"].append([requests, tokens])
                 meter.step = PER_TOKEN * tokens + PER_REQUEST * requests
+                meter.step += PER_ITEM * sum(map(len, encoded))
             return execute(scheduled)
 
         self.execute_model = counted
@@ -96,7 +101,19 @@ class ProfiledCPUWorker(CPUWorker):
         SEEN["unsupported"] = memory_profile.unsupported(self.vllm_config, runner)
         # Ranks with different memory have to agree on the least.
         memory = KV_MEMORY >> LESS * self.rank
-        passes = memory_profile.profile_batches(self, meter, lambda peak: memory, 0)
+        with memory_profile.EncoderOutputs(runner) as outputs:
+            if runner.supports_mm_inputs:
+                runner.profile_run()
+            encoder = None
+            if outputs.kept():
+                encoder = memory_profile.encoder_of(
+                    self.vllm_config, outputs.kept(), runner.profile_run
+                )
+                SEEN["encoder"] = [encoder.kept, encoder.cache]
+            passes = memory_profile.profile_batches(
+                self, meter, lambda peak: memory, 0, encoder
+            )
+            SEEN["kept"] = outputs.size()
         del self.execute_model
         if drafter is not None:
             del drafter.propose
@@ -114,8 +131,12 @@ class ProfiledCPUWorker(CPUWorker):
         return super().determine_available_memory()
 
     def seen(self) -> dict[str, Any]:
-        """What this rank noted."""
-        return SEEN
+        """What this rank noted, and how many encoder outputs it has, of which how
+        many share their memory."""
+        cache = getattr(self.model_runner, "encoder_cache", None) or {}
+        outputs = getattr(cache, "encoder_outputs", cache).values()
+        shared = [o for o in outputs if o.untyped_storage().nbytes() > o.nbytes]
+        return SEEN | dict(cached=[len(outputs), len(shared)])
 
 
 def main() -> None:
@@ -123,8 +144,12 @@ def main() -> None:
     if task["profile"]:
         task["engine"]["worker_cls"] = "__main__.ProfiledCPUWorker"
     llm = LLM(**task["engine"])
+    prompts = [dict(prompt_token_ids=p) for p in task["prompts"]]
+    for i, size in task.get("images", {}).items():
+        image = Image.new("RGB", size, "red")
+        prompts[int(i)]["multi_modal_data"] = dict(image=image)
     out = llm.generate(
-        [dict(prompt_token_ids=p) for p in task["prompts"]],
+        prompts,
         SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
     )
     tokens = [list(o.outputs[0].token_ids) for o in out]

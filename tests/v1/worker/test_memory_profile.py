@@ -14,19 +14,22 @@ import torch
 
 from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.v1.worker import allocator_scope, gpu_worker, memory_profile, oom_report
+from vllm.v1.worker.encoder_outputs import own_storage
 from vllm.v1.worker.memory_profile import (
+    Encoder,
     EncoderOutputs,
     Passes,
     Peak,
     Profile,
+    encoder_of,
     measure_startup,
     record_graphs,
     storage_bytes,
     unsupported,
-    with_encoder,
 )
-from vllm.v1.worker.profile_batches import Batch, Limits
+from vllm.v1.worker.profile_batches import Batch, Limits, Media
 
 MARGIN = 9
 PASSES = Passes(shapes=(("1 x 8", 300), ("4 x 2", 500)), rebuilt=40, fragmentation=60)
@@ -137,8 +140,9 @@ def device(monkeypatch):
         ),
     )
 
-    def profile_batches(worker, meter, memory, least):
+    def profile_batches(worker, meter, memory, least, encoder):
         state.calls.append(("steps", least, memory(least)))
+        state.encoder = encoder
         if isinstance(state.passes, Exception):
             raise state.passes
         return state.passes
@@ -471,16 +475,145 @@ class Meter:
         self.now += left
 
 
-def test_the_encoders_outputs_are_charged_to_every_batch():
-    meter = Meter()
-    meter.use(100, left=100)
-    passes = with_encoder(PASSES, meter, lambda: meter.use(900), kept=100)
-    assert passes.shapes == (
-        ("1 x 8", 400),
-        ("4 x 2", 600),
-        ("multimodal encoder", 1000),
+MEDIA = Media("image", [9, 8, 8, 0, 0, 0], ["data"], [PlaceholderRange(1, 2)], 1)
+
+
+def test_a_full_encoder_cache_is_charged_to_every_batch(monkeypatch):
+    """600 bytes, 100 of them for the item that the step encodes: 98 prompts have room
+    next to that and their own peak, and 102 next to their peak alone."""
+    monkeypatch.setattr(memory_profile, "Profile", FakeProfile)
+    monkeypatch.setattr(
+        FakeProfile,
+        "measure_encoder",
+        lambda it, media: ("with", Peak(7000, 90)),
+        raising=False,
     )
-    assert passes.worst == ("multimodal encoder", 1000)
+    it, meter = SimpleNamespace(), SimpleNamespace(allocated=lambda: 30)
+    encoder = Encoder(kept=200, item=100, cache=600, media=MEDIA, run=lambda: None)
+
+    def memory(peak):
+        return 20_000 - peak
+
+    plain = memory_profile.profile_batches(it, meter, memory, least=900)
+    assert [b.requests for b in it.profile.steps if b.requests > 16] == [104, 102]
+    passes = memory_profile.profile_batches(it, meter, memory, 900, encoder)
+    assert [b.requests for b in it.profile.steps if b.requests > 16] == [101, 98]
+    assert dict(passes.shapes)["1 x 1000"] == dict(plain.shapes)["1 x 1000"] + 600
+    assert dict(passes.shapes)["98 x 1 decode"] == 98 + 600
+    # Its own output is in its peak: 500 others.
+    assert passes.worst == ("with", 7500)
+    assert (passes.rebuilt, passes.fragmentation) == (10, 90)
+
+
+def encoding(measure, ranks=1, model_len=64):
+    """A profile whose step that encodes is `measure`, with 100 bytes resident."""
+    meter = Meter()
+    meter.now = 100
+    parallel = SimpleNamespace(world_size_across_dp=ranks)
+    return SimpleNamespace(
+        meter=meter,
+        measure_encoder=measure,
+        limits=Limits(tokens=8, sequences=4, model_len=model_len, context=True),
+        config=SimpleNamespace(parallel_config=parallel),
+    )
+
+
+def fails(error):
+    def measure(media):
+        raise error
+
+    return measure
+
+
+def test_an_item_that_no_request_can_have_is_run_as_upstream_does():
+    it = encoding(lambda media: None)
+    encoder = Encoder(100, 50, 160, MEDIA, lambda: it.meter.use(900, spare=3))
+    assert encoder.measure(it) == ("multimodal encoder", Peak(960, 3))
+
+
+def test_a_failed_step_that_encodes_leaves_the_others(lines):
+    it = encoding(fails(ValueError("no positions")))
+    encoder = Encoder(100, 50, 160, MEDIA, lambda: it.meter.use(900, spare=3))
+    assert encoder.measure(it) == ("multimodal encoder", Peak(960, 3))
+    assert "with image inputs failed (ValueError: no positions)" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "error, ranks", [(torch.OutOfMemoryError("full"), 1), (ValueError("one rank"), 2)]
+)
+def test_a_step_that_encodes_is_not_left_out(lines, error, ranks):
+    """Too little memory, and a rank that the others wait for."""
+    encoder = Encoder(100, 50, 160, MEDIA, lambda: None)
+    with pytest.raises(type(error)) as caught:
+        encoder.measure(encoding(fails(error), ranks))
+    assert caught.value is error and not lines
+
+
+@pytest.mark.parametrize(
+    "sequences, most, each, requests",
+    [(16, 1, 1, 1), (16, 8, 1, 8), (4, 8, 2, 4), (1, 3, 3, 1)],
+)
+def test_what_an_encoder_adds(monkeypatch, sequences, most, each, requests):
+    """As many items as a step encodes, in as few prompts as may share it. Two outputs
+    of 4 tokens were made, and the cache has room for 20."""
+    asked = []
+
+    def made(mm_counts):
+        asked.append(mm_counts)
+        return dict(
+            prompt_token_ids=[5, 6],
+            mm_kwargs=dict(image=["data"]),
+            mm_placeholders=dict(image=["place"]),
+        )
+
+    budget = SimpleNamespace(
+        get_modality_with_max_tokens=lambda: "image",
+        mm_max_items_per_batch=dict(image=most),
+        encoder_cache_size=20,
+        processor=SimpleNamespace(get_dummy_mm_inputs=made),
+    )
+    monkeypatch.setattr(memory_profile, "MultiModalBudget", lambda *a, **k: budget)
+    scheduler = SimpleNamespace(max_num_seqs=sequences, disable_chunked_mm_input=True)
+    config = SimpleNamespace(scheduler_config=scheduler)
+    batch = torch.zeros(8, 3, dtype=torch.float16)
+    encoder = encoder_of(config, batch.split(4), lambda: None)
+    assert asked == [dict(image=each)]
+    assert (encoder.kept, encoder.item, encoder.cache) == (48, 24, 120)
+    expected = Media("image", [5, 6], ["data"], ["place"], requests, whole=True)
+    assert encoder.media == expected
+    # A rank of a pipeline without an encoder runs the same steps.
+    assert encoder_of(config, [], lambda: None).cache == 0
+
+
+def test_no_output_keeps_the_batch_that_it_was_a_part_of(monkeypatch):
+    batch = torch.arange(12.0).view(6, 2)
+    part, whole = batch[2:4], batch.view(3, 4)
+    own = own_storage(part)
+    assert own.untyped_storage().nbytes() == 16 and torch.equal(own, part)
+    assert own_storage(whole) is whole
+    monkeypatch.setenv("VLLM_TRUTHFUL_PROFILE", "0")
+    assert own_storage(part) is part
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_an_encoder_is_asked_for_where_there_is_one(device, monkeypatch, rows):
+    it = worker(device)
+    if rows:
+        it.model_runner.encoder_cache = {}
+        outputs = torch.zeros(rows, 5, dtype=torch.uint8)
+
+        def profile_run(randomize_inputs):
+            it.model_runner.encoder_cache["tmp_0"] = outputs
+            it.model_runner.encoder_cache.clear()
+
+        it.model_runner.profile_run = profile_run
+    monkeypatch.setattr(
+        memory_profile, "encoder_of", lambda config, outputs, run: list(outputs)
+    )
+    measure_startup(it, profiling)
+    assert device.encoder == ([outputs] if rows else None)
+    # What is kept is not consumed: it is a part of the peak.
+    assert device.calls[-1][:2] == ("steps", 200 + 5 * rows)
 
 
 def profile(meter, execute, model_len=64):

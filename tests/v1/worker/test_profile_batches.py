@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.utils.math_utils import cdiv
 from vllm.v1.worker.profile_batches import (
     Batch,
     Limits,
+    Media,
     chunk,
+    encoder_step,
     longest,
     most_chunks,
     most_requests,
@@ -297,3 +300,77 @@ def test_most_requests_have_room(limits, blocks, block):
     assert longest(limits).requests <= most <= limits.requests
     if most > longest(limits).requests:
         assert sum(map(count, split(limits, most).lengths)) <= blocks - 1
+
+
+IMAGES = Media(
+    modality="image",
+    tokens=[1, 7, 7, 7, 2, 1, 7, 7, 2, 0, 0],
+    items=["one", "two"],
+    positions=[PlaceholderRange(1, 3), PlaceholderRange(6, 2)],
+    requests=3,
+)
+
+
+def test_the_messages_of_a_step_that_encodes():
+    """Two images of 3 and 2 tokens in each prompt, whose 8 tokens are 2 or 3 of this
+    step: the images are encoded whole, and nothing is decoded."""
+    limits = Limits(tokens=8, sequences=4, model_len=64, context=True)
+    step = encoder_step(IMAGES, limits, [lambda n: cdiv(n, 4), lambda n: 1], 5)
+    names = ["_profile_0", "_profile_1", "_profile_2"]
+    assert step.batch.name == "3 x 2 with 6 images"
+    assert step.prefill.num_scheduled_tokens == dict(zip(names, [3, 3, 2]))
+    assert step.prefill.total_num_scheduled_tokens == 8
+    assert step.prefill.scheduled_encoder_inputs == dict.fromkeys(names, [0, 1])
+    found = []
+    for request in step.prefill.scheduled_new_reqs:
+        assert request.prompt_token_ids == [1, 7, 7, 7, 2, 1, 7, 7]
+        assert request.prefill_token_ids == request.prompt_token_ids
+        features = request.mm_features
+        assert [f.data for f in features] == ["one", "two"]
+        assert [f.mm_position for f in features] == IMAGES.positions
+        assert {f.modality for f in features} == {"image"}
+        found += [f.identifier for f in features]
+    # None is served from another's output, and all are dropped at the end.
+    assert len(set(found)) == 6
+    assert step.end.free_encoder_mm_hashes == found
+    assert step.end.finished_req_ids == set(names)
+    assert step.decode is None
+
+
+@pytest.mark.parametrize(
+    "limits, name",
+    [
+        # Text fills the step, which has room for more than the images.
+        (SERVER, "3 x 2730 with 6 images"),
+        (replace(SERVER, sequences=1), "1 x 8192 with 2 images"),
+        # A place is kept for the token after a prompt: 8 of them end with the image.
+        (replace(SERVER, model_len=9), "3 x 8 with 6 images"),
+        (replace(SERVER, model_len=8), None),
+    ],
+)
+def test_a_step_encodes_as_much_as_it_can(limits, name):
+    step = encoder_step(IMAGES, limits, [lambda n: cdiv(n, 16)], 9)
+    assert (step and step.batch.name) == name
+    for request in step.prefill.scheduled_new_reqs if step else ():
+        scheduled = step.prefill.num_scheduled_tokens[request.req_id]
+        assert len(request.prompt_token_ids) == max(8, scheduled) < limits.model_len
+
+
+@pytest.mark.parametrize(
+    "tokens, requests", [(25, 3), (24, 3), (23, 2), (8, 1), (7, 0)]
+)
+def test_items_that_are_never_split(tokens, requests):
+    """Prompts of 8 tokens, up to the end of their last image."""
+    limits = Limits(tokens=tokens, sequences=4, model_len=64, context=True)
+    media = replace(IMAGES, whole=True)
+    assert media.share(limits) == requests
+    step = encoder_step(media, limits, [lambda n: 1], 2)
+    lengths = step.prefill.num_scheduled_tokens.values() if step else []
+    assert len(lengths) == requests and all(length >= 8 for length in lengths)
+
+
+def test_one_item_is_singular():
+    one = replace(IMAGES, items=["one"], positions=IMAGES.positions[:1], requests=1)
+    step = encoder_step(one, SERVER, [lambda n: 1], 2)
+    assert step.batch.name == "1 x 8192 with 1 image"
+    assert step.prefill.scheduled_new_reqs[0].prompt_token_ids[:6] == [1, 7, 7, 7, 4, 5]

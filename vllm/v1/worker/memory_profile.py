@@ -25,8 +25,11 @@ import torch
 import vllm.envs as envs
 from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.multimodal.gpu_ipc_memory import reserve_mm_ipc_gpu_memory
 from vllm.platforms import current_platform
+from vllm.utils.math_utils import cdiv
 from vllm.utils.mem_constants import MiB_bytes
 from vllm.utils.mem_utils import MemoryProfilingResult, MemorySnapshot
 from vllm.v1.core.kv_cache_utils import (
@@ -39,9 +42,11 @@ from vllm.v1.worker.memory_report import StartupMemory
 from vllm.v1.worker.profile_batches import (
     Batch,
     Limits,
+    Media,
     Step,
     batches,
     crowded,
+    encoder_step,
     longest,
     most_requests,
     settle,
@@ -342,7 +347,19 @@ class Profile:
         followed by the pass that counts, unless it already stayed below `known`
         bytes on every rank.
         """
-        step = steps(batch, self.limits, self.counts, self.num_blocks)
+        return self._measure(
+            steps(batch, self.limits, self.counts, self.num_blocks), known
+        )
+
+    def measure_encoder(self, media: Media) -> tuple[str, Peak] | None:
+        """Return the name and the peak of the step that encodes `media`, or None
+        where no such step is ever run."""
+        step = encoder_step(media, self.limits, self.counts, self.num_blocks)
+        if step is None:
+            return None
+        return self._measure(step, known=0).popitem()
+
+    def _measure(self, step: Step, known: int) -> dict[str, Peak]:
         first = self._once(step)
         highest = max(peak.allocated for peak in first.values())
         return self._once(step) if agree_any(highest > known) else first
@@ -392,11 +409,15 @@ class EncoderOutputs:
             self._original.clear()
             setattr(self._owner, self._name, self._original)
 
+    def kept(self) -> list[torch.Tensor]:
+        """Return what is kept, a tensor of [tokens, width] for each item."""
+        if self._owner is None:
+            return []
+        return list(getattr(self._owner, self._name).values())
+
     def size(self) -> int:
         """Return what is kept, in bytes."""
-        if self._owner is None:
-            return 0
-        return storage_bytes(getattr(self._owner, self._name).values())
+        return storage_bytes(self.kept())
 
 
 class _Kept(dict):
@@ -406,8 +427,98 @@ class _Kept(dict):
         """Keep what is there."""
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """What a multimodal encoder adds to the batches.
+
+    Attributes:
+        kept: bytes of the outputs that are allocated while the batches run.
+        item: bytes of one of them.
+        cache: bytes of a full encoder cache. It stays full once it was: an output
+            is dropped when another one needs its place.
+        media: as much as one step encodes.
+        run: upstream's profile, which runs the encoder; it was run before.
+
+    """
+
+    kept: int
+    item: int
+    cache: int
+    media: Media
+    run: Callable[[], None]
+
+    def measure(self, profile: "Profile") -> tuple[str, Peak]:
+        """Return a batch that encodes, and its peak next to a full cache.
+
+        Where no real step encodes that much, or it fails on a single rank, `run`
+        does.
+        """
+        found = None
+        try:
+            found = profile.measure_encoder(self.media)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if profile.config.parallel_config.world_size_across_dp > 1:
+                raise
+            logger.warning(
+                "Profiling a step with %s inputs failed (%s: %s); the encoder is "
+                "profiled as upstream does, without a language model next to it.",
+                self.media.modality,
+                type(error).__name__,
+                error,
+            )
+        name, peak = found or self._alone(profile.meter)
+        # In that peak are the outputs of the items that were encoded.
+        encoded = self.media.share(profile.limits) * len(self.media.items)
+        made = encoded * self.item if found else self.kept
+        others = max(0, self.cache - made)
+        return name, peak._replace(allocated=peak.allocated + others)
+
+    def _alone(self, meter: Meter) -> tuple[str, Peak]:
+        meter.reset()
+        before = meter.allocated()
+        self.run()
+        peak = meter.peak()
+        return "multimodal encoder", Peak(peak - before, meter.reserved_peak() - peak)
+
+
+def encoder_of(
+    config: VllmConfig, outputs: Sequence[torch.Tensor], run: Callable[[], None]
+) -> Encoder:
+    """Return what the encoder adds; `outputs` is what `run` left in its cache.
+
+    A rank of a pipeline that has no encoder has no `outputs`.
+    """
+    budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
+    modality = budget.get_modality_with_max_tokens()
+    most = budget.mm_max_items_per_batch[modality]
+    each = cdiv(most, config.scheduler_config.max_num_seqs)
+    made = budget.processor.get_dummy_mm_inputs(mm_counts={modality: each})
+    kept = storage_bytes(outputs)
+    tokens = sum(len(output) for output in outputs)
+    return Encoder(
+        kept=kept,
+        item=kept // max(1, len(outputs)),
+        cache=kept * max(tokens, budget.encoder_cache_size) // max(1, tokens),
+        media=Media(
+            modality=modality,
+            tokens=made["prompt_token_ids"],
+            items=made["mm_kwargs"][modality],
+            positions=made["mm_placeholders"][modality],
+            requests=cdiv(most, each),
+            whole=config.scheduler_config.disable_chunked_mm_input,
+        ),
+        run=run,
+    )
+
+
 def profile_batches(
-    worker: "Worker", meter: Meter, memory: Callable[[int], int], least: int
+    worker: "Worker",
+    meter: Meter,
+    memory: Callable[[int], int],
+    least: int,
+    encoder: Encoder | None = None,
 ) -> Passes:
     """Run the batches on the worker; see the module's docstring.
 
@@ -417,9 +528,12 @@ def profile_batches(
         memory: bytes of an activation peak to the bytes that the KV cache has next
             to it. They bound how many prompts can share a step.
         least: a peak that is known to be too low, such as upstream's, in bytes.
+        encoder: of a multimodal model; a full cache of its outputs is charged to
+            every batch, and one batch that encodes is run as well.
 
     """
     profile = Profile(worker, meter)
+    full = encoder.cache if encoder else 0
     limits, states = profile.limits, agree_any(has_states(profile.groups))
     measured: dict[Batch, dict[str, Peak]] = {}
 
@@ -438,22 +552,26 @@ def profile_batches(
     def room_beside(requests: int) -> int:
         batch = crowded(limits, requests, states)
         measure(batch, [few])
-        return room(highest([batch]))
+        return room(highest([batch]) + full)
 
     few, most = longest(limits), room(least)
     with profile.cache(most):
         measure(few, [])
-        most = settle(min(most, room(highest([few]))), room_beside)
+        most = settle(min(most, room(highest([few]) + full)), room_beside)
         chosen = batches(limits, most, states)
         for batch in chosen:
             measure(batch, chosen)
+        encoded = encoder.measure(profile) if encoder else None
         gc.collect()
         resident = profile.resident()
     # Left out are steps that were too crowded, and led to those that are not.
     peaks: dict[str, Peak] = {}
     for batch in chosen:
         for name, peak in measured[batch].items():
+            peak = peak._replace(allocated=peak.allocated + full)
             peaks[name] = max(peak, peaks.get(name, peak))
+    if encoded:
+        peaks[encoded[0]] = encoded[1]
     return Passes(
         shapes=tuple((name, peak.allocated) for name, peak in peaks.items()),
         rebuilt=max(0, resident - (meter.allocated() - profile.before)),
@@ -495,7 +613,7 @@ def measure_startup(
         kept = encoder.size()
         # As if the kept outputs were gone: they are, where upstream measures.
         result.transient_peak_headroom += kept
-        passes = _passes(worker, result, run, kept)
+        passes = _passes(worker, result, run, encoder.kept())
     memory = _account(worker, result, passes, started)
     worker.startup_memory = memory
     _log(memory, upstream_seconds)
@@ -510,7 +628,7 @@ def _passes(
     worker: "Worker",
     result: MemoryProfilingResult,
     run: Callable[[], None],
-    kept: int,
+    outputs: Sequence[torch.Tensor],
 ) -> Passes | None:
     why = unsupported(worker.vllm_config, worker.model_runner)
     if why is not None:
@@ -532,8 +650,9 @@ def _passes(
     meter = DeviceMeter()
     try:
         least = int(result.transient_peak_headroom)
-        passes = profile_batches(worker, meter, memory, least)
-        return with_encoder(passes, meter, run, kept) if kept else passes
+        encodes = agree_any(bool(outputs))
+        encoder = encoder_of(worker.vllm_config, outputs, run) if encodes else None
+        return profile_batches(worker, meter, memory, least, encoder)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -549,26 +668,6 @@ def _passes(
             SWITCH,
         )
         return None
-
-
-def with_encoder(
-    passes: Passes, meter: Meter, run: Callable[[], None], kept: int
-) -> Passes:
-    """Add the encoder to the batches: its own pass, and its outputs to the others.
-
-    Args:
-        passes: measured while the outputs were kept, and without them.
-        meter: counts what `run` allocates.
-        run: upstream's profile, which runs the encoder; it was run before.
-        kept: bytes of the outputs, allocated already.
-
-    """
-    meter.reset()
-    before = meter.allocated()
-    run()
-    alone = meter.peak() - before + kept
-    shapes = [(name, peak + kept) for name, peak in passes.shapes]
-    return replace(passes, shapes=(*shapes, ("multimodal encoder", alone)))
 
 
 def _account(

@@ -6,7 +6,8 @@ Pure functions of numbers and specs; nothing here touches a device.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
@@ -15,6 +16,13 @@ from vllm.v1.core.sched.output import (
     NewRequestData,
     SchedulerOutput,
 )
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import (
+        MultiModalFeatureSpec,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
 
 MIDDLE = 16
 """Requests of the batch between the longest and the shortest prompts."""
@@ -78,12 +86,14 @@ class Batch:
         total: their tokens in this step; the first ones are one longer when it
             does not divide.
         context: tokens that each request has computed before.
+        encoded: the multimodal items that the step encodes, such as "1 image".
 
     """
 
     requests: int
     total: int
     context: int = 0
+    encoded: str = ""
 
     @property
     def lengths(self) -> list[int]:
@@ -93,9 +103,62 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """Such as "16 x 512", or "1 x 8192 after 57343"."""
+        """Such as "16 x 512", "1 x 8192 after 57343" or "1 x 8192 with 1 image"."""
         name = f"{self.requests} x {self.total // self.requests}"
+        if self.encoded:
+            name += f" with {self.encoded}"
         return f"{name} after {self.context}" if self.context else name
+
+
+@dataclass(frozen=True)
+class Media:
+    """A prompt with the largest inputs of a multimodal encoder.
+
+    Attributes:
+        modality: of the items, such as "image".
+        tokens: of the prompt, the items' placeholders included, and any others.
+        items: what the processor made of each input.
+        positions: where the items are in the prompt.
+        requests: how many such prompts the encoder takes in one step.
+        whole: whether the scheduler never splits an item between steps.
+
+    """
+
+    modality: str
+    tokens: Sequence[int]
+    items: Sequence["MultiModalKwargsItem | None"]
+    positions: Sequence["PlaceholderRange"]
+    requests: int
+    whole: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt up to the end of its last item."""
+        return max(place.offset + place.length for place in self.positions)
+
+    def share(self, limits: Limits) -> int:
+        """Return how many of the prompts share a step; 0 where the model's length is
+        less than theirs, so that no such request is served."""
+        if self.length > limits.prompt:
+            return 0
+        requests = min(self.requests, limits.requests)
+        if self.whole:
+            requests = min(requests, limits.total(requests) // self.length)
+        return requests
+
+    def prompt(self, length: int) -> list[int]:
+        """Return the prompt, with text after it when it is shorter than `length`."""
+        text = range(self.length, length)
+        return [*self.tokens[: self.length], *(i % _VOCABULARY for i in text)]
+
+    def features(self, name: str) -> list["MultiModalFeatureSpec"]:
+        """Return the items as those of the request `name`, which shares none."""
+        from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+        return [
+            MultiModalFeatureSpec(item, self.modality, f"{name}_{i}", place)
+            for i, (item, place) in enumerate(zip(self.items, self.positions))
+        ]
 
 
 def longest(limits: Limits) -> Batch:
@@ -313,6 +376,45 @@ def steps(
     end = SchedulerOutput.make_empty()
     end.finished_req_ids = set(names)
     return Step(batch, prefill, _decode(batch, names, limits), end)
+
+
+def encoder_step(
+    media: Media,
+    limits: Limits,
+    counts: Sequence[Callable[[int], int]],
+    blocks: int,
+) -> Step | None:
+    """Return the full step that encodes as much as one can, or None.
+
+    The encoder runs first, and its outputs are the embeddings of the step's prompts.
+    An item is encoded in the step of its first token, so a prompt that is longer than
+    its share of the step is not computed to its end.
+
+    Args:
+        media: what is encoded.
+        limits: of a step.
+        counts: as for `steps`.
+        blocks: as for `steps`.
+
+    Returns:
+        None where no step does.
+
+    """
+    requests = media.share(limits)
+    if not requests:
+        return None
+    number = requests * len(media.items)
+    encoded = f"{number} {media.modality}{'s' * (number > 1)}"
+    batch = Batch(requests, limits.total(requests), encoded=encoded)
+    step = steps(batch, limits, counts, blocks)
+    prefill, end = step.prefill, step.end
+    for request, length in zip(prefill.scheduled_new_reqs, batch.lengths):
+        request.mm_features = media.features(request.req_id)
+        request.prompt_token_ids = media.prompt(length)
+        request.prefill_token_ids = request.prompt_token_ids
+        prefill.scheduled_encoder_inputs[request.req_id] = list(range(len(media.items)))
+        end.free_encoder_mm_hashes += [it.identifier for it in request.mm_features]
+    return replace(step, decode=None)
 
 
 def _decode(batch: Batch, names: list[str], limits: Limits) -> SchedulerOutput | None:
