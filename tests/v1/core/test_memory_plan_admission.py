@@ -18,7 +18,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.core.memory_plan import admission
 from vllm.v1.core.memory_plan import planner as planner_module
-from vllm.v1.core.memory_plan.activations import Sizes, gdn_part, residual_lines
+from vllm.v1.core.memory_plan.activations import Sizes, gdn_parts, residual_lines
 from vllm.v1.core.memory_plan.admission import (
     MemoryPlanError,
     RankReport,
@@ -62,7 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[VllmConfig, dict]:
     return model.config, model.specs
 
 
-SIZES = Sizes(2, residual_lines(5120, 2, 4), (gdn_part(16, 48, 128, 128, 2, 4),), 1000)
+SIZES = Sizes(2, residual_lines(5120, 2, 4), gdn_parts(16, 48, 128, 128, 2, 4), 1000)
 
 
 def report(rank: int = 0, **changes: Any) -> RankReport:

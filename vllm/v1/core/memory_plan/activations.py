@@ -4,7 +4,8 @@
 
 A step's peak is that of its widest part: one layer's attention, state or MLP, or
 the sampler. Each part is a list of lines, and a line is a buffer that is alive at
-the part's peak, in bytes for each token, sequence or chunk of a state kernel:
+the part's peak, in bytes for each token, sequence or chunk of a state kernel.
+Where it depends on the sizes which moment of a layer is its peak, each is a part:
 
     peak(T, n) = max over parts of
         tokens * T + sequences * n + chunks * sum of ceil(length / chunk) + tiles(T)
@@ -14,11 +15,12 @@ for ``n`` prompts of ``T`` tokens together. What lives through the step is the
 residual stream (with the copies that the model's loop holds) and the target's
 hidden states that a draft reads.
 
-The lines of the gated delta net reproduce what one H200 measured for the 27B
-geometry, FP16, eager, T = 8192: 1,630 MiB as 1 x 8192 and 1,720 as 16 x 512, and
-2,392 as 128 x 64 on a cut of eight layers: 6 MiB for each sequence, the state
-that its kernel starts from and the one it returns. Nothing was measured on a
-V100, and parts without such a figure are counted from the code alone.
+The lines of the gated delta net are what one H200 measured with upstream's code
+for the 27B geometry, FP16, eager, T = 8192, less the 304 MiB that are let go of
+since: 1,630 MiB as 1 x 8192 and 1,720 as 16 x 512, and 2,392 as 128 x 64 on a cut
+of eight layers: 6 MiB for each sequence, the state that its kernel starts from and
+the one it returns. Nothing was measured on a V100, and parts without such a figure
+are counted from the code alone.
 """
 
 from __future__ import annotations
@@ -223,18 +225,21 @@ def sampler_bytes(sizes: Sizes, sequences: int, requests: int) -> int:
     return buffer + 4 * sizes.logits * sequences + bits
 
 
-def attention_bytes(sizes: Sizes, groups: Iterable[Iterable[str]]) -> int:
-    """Bytes that attention backends keep on a GPU: every KV cache group has its own.
+def attention_bytes(
+    sizes: Sizes, groups: Iterable[Iterable[str]], *, shared: bool
+) -> int:
+    """Bytes that attention backends keep on a GPU.
 
     Args:
         sizes: of the model.
-        groups: names of the layers of each group.
+        groups: names of the layers of each KV cache group.
+        shared: whether groups with as much take turns on one scratch (see
+            `decode_scratch`); otherwise each has its own.
 
     """
     kept = dict(sizes.attention)
-    return sum(
-        max((kept.get(name, 0) for name in names), default=0) for names in groups
-    )
+    each = [max((kept.get(name, 0) for name in names), default=0) for names in groups]
+    return sum(set(each) if shared else each)
 
 
 def _parts(sizes: Sizes, shape: Shape) -> Iterator[Peak]:
@@ -335,7 +340,7 @@ def mlp_part(
     return Part("MLP", tuple(lines), tiled)
 
 
-def attention_part(
+def attention_parts(
     hidden: int,
     projected: int,
     query: int,
@@ -344,9 +349,11 @@ def attention_part(
     *,
     output_gate: bool = False,
     normed: bool = False,
+    lets_go: bool = False,
+    quantized: tuple[Line, ...] = (),
     tiled: tuple[Tiled, ...] = (),
-) -> Part:
-    """Full or sliding attention at its output projection.
+) -> tuple[Part, ...]:
+    """Full or sliding attention: its kernel, its gate, and its output projection.
 
     Args:
         hidden: elements of the output.
@@ -356,56 +363,87 @@ def attention_part(
         itemsize: bytes of an activation.
         output_gate: the output is multiplied by a gate.
         normed: queries and keys are normed first, into tensors of their own.
+        lets_go: of queries, keys and values, after the kernel.
+        quantized: what the output projection makes of its input.
         tiled: the tiled weights.
 
     """
-    lines = [Line("query, key and value projection", token=projected * itemsize)]
+    queries = query * itemsize
+    held = [Line("query, key and value projection", token=projected * itemsize)]
     if normed:
-        lines.append(Line("normed query and key", token=(query + key) * itemsize))
+        held.append(Line("normed query and key", token=(query + key) * itemsize))
+    gate = [Line("gate", token=queries)] if output_gate else []
+    output = Line("attention output", token=queries)
+    moments = [[*held, *gate, output]]
+    if lets_go:
+        held = []
     if output_gate:
-        lines.append(Line("gate, and the gated output", token=2 * query * itemsize))
-    lines += [
-        Line("attention output", token=query * itemsize),
-        Line("output projection", token=hidden * itemsize),
-    ]
-    return Part("attention", tuple(lines), tiled)
+        product = Line("sigmoid of the gate, and the gated output", token=2 * queries)
+        moments.append([*held, *gate, output, product])
+    projection = Line("output projection", token=hidden * itemsize)
+    moments.append([*held, *gate, output, projection, *quantized])
+    return tuple(Part("attention", tuple(lines), tiled) for lines in moments)
 
 
-def gdn_part(
+def gdn_parts(
     key_heads: int,
     value_heads: int,
     key_dim: int,
     value_dim: int,
     itemsize: int,
     state_itemsize: int,
+    *,
+    lets_go: bool = True,
     tiled: tuple[Tiled, ...] = (),
-) -> Part:
-    """The chunked gated delta rule at its last kernel, with everything before it
-    still held. Heads are this rank's; a state is [value heads, dim, dim].
+) -> tuple[Part, ...]:
+    """The chunked gated delta rule: splitting what the convolution made, inverting
+    each chunk's matrix, w and u, and the chunks' states, which are the peak with
+    heads of 64 and more. The kernel after that has an output in place of w and u.
+
+    Args:
+        key_heads: this rank's; for queries, too.
+        value_heads: this rank's. A state is [value heads, value dim, key dim].
+        key_dim: elements of a query's or key's head.
+        value_dim: elements of a value's head.
+        itemsize: bytes of an activation.
+        state_itemsize: bytes of an element of a state in the KV cache.
+        lets_go: of the convolution's output, once it is split.
+        tiled: the tiled weights.
+
     """
     keys, values = key_heads * key_dim, value_heads * value_dim
     state = value_heads * key_dim * value_dim
-    return Part(
-        "gated delta net",
+    chunked = value_heads * STATE_CHUNK
+    always: tuple[Line, ...] = (
+        Line(
+            "projections (q, k, v, z, twice a and b)",
+            token=(2 * keys + 2 * values + 4 * value_heads) * itemsize,
+        ),
+        Line("output", token=values * itemsize),
+        Line(
+            "q, k, v, decay and its sums, beta",
+            token=(2 * keys + values) * itemsize + 3 * 4 * value_heads,
+        ),
+    )
+    convolved = Line("after the convolution", token=(2 * keys + values) * itemsize)
+    matrix = Line("matrix of each chunk", token=chunked * 4)
+    inverse = Line("inverse of each chunk", token=chunked * itemsize)
+    w_and_u = Line("w and u", token=value_heads * (key_dim + value_dim) * itemsize)
+    initial = Line("states in", sequence=state * state_itemsize)
+    if not lets_go:
+        always += (convolved,)
+    moments: tuple[tuple[Line, ...], ...] = (
+        (convolved,) if lets_go else (),
+        (matrix, inverse, initial),
+        (inverse, w_and_u, initial),
         (
-            Line(
-                "projections (q, k, v, z, twice a and b)",
-                token=(2 * keys + 2 * values + 4 * value_heads) * itemsize,
-            ),
-            Line("output", token=values * itemsize),
-            Line("after the convolution", token=(2 * keys + values) * itemsize),
-            Line(
-                "q, k, v, decay and its sums, beta",
-                token=(2 * keys + values) * itemsize + 3 * 4 * value_heads,
-            ),
-            Line("inverse of each chunk", token=value_heads * STATE_CHUNK * itemsize),
-            Line("w and u", token=value_heads * (key_dim + value_dim) * itemsize),
-            Line("new values, and the kernel's output", token=2 * values * itemsize),
+            w_and_u,
+            Line("new values", token=values * itemsize),
             Line("state of each chunk", chunk=state * itemsize),
             Line("states in and out", sequence=state * (state_itemsize + 4)),
         ),
-        tiled,
     )
+    return tuple(Part("gated delta net", always + lines, tiled) for lines in moments)
 
 
 def state_part(projected: int, inner: int, state_bytes: int, itemsize: int) -> Part:
@@ -429,6 +467,16 @@ def moe_workspace_token(
     activation and hidden."""
     row = max(2 * intermediate, hidden) + max(intermediate, hidden)
     return top_k * row * itemsize
+
+
+def sm70_moe_workspace_token(
+    hidden: int, intermediate: int, top_k: int, itemsize: int
+) -> int:
+    """Bytes of the `sm70` experts' two workspaces for one token, without a budget:
+    its activated rows, or an output where that is wider, and whole rows of the
+    second product for all but its first expert."""
+    first = max(top_k * intermediate, hidden)
+    return (first + (top_k - 1) * hidden) * itemsize
 
 
 def moe_part(hidden: int, experts: int, itemsize: int) -> Part:

@@ -20,6 +20,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.decode_scratch import shares_decode_scratch
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.memory_plan.activations import (
     Peak,
@@ -837,7 +838,11 @@ def planned_figures(
             + on_gpu
             * (
                 LIBRARY_BYTES
-                + attention_bytes(rank.sizes, [group.layer_names for group in groups])
+                + attention_bytes(
+                    rank.sizes,
+                    [group.layer_names for group in groups],
+                    shared=shares_decode_scratch(config),
+                )
             ),
             outside=outside,
         )

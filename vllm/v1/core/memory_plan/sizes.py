@@ -8,6 +8,7 @@ of vLLM's own layers are read, never a model's name.
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -33,12 +34,13 @@ from vllm.v1.core.memory_plan.activations import (
     Sizes,
     Tiled,
     Workspace,
-    attention_part,
-    gdn_part,
+    attention_parts,
+    gdn_parts,
     mlp_part,
     moe_part,
     moe_workspace_token,
     residual_lines,
+    sm70_moe_workspace_token,
     state_part,
 )
 
@@ -134,11 +136,11 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
     }
     tiled = tuple(filter(None, (_tiled(child, False) for child in linears.values())))
     if isinstance(module, MambaBase):
-        yield _state(config, module, linears, itemsize, tiled)
+        yield from _state(config, module, linears, itemsize, tiled)
         return
     latent = next((c for c in module.children() if isinstance(c, MLAAttention)), None)
     if latent is not None:
-        yield _latent_attention(latent, linears, itemsize, tiled)
+        yield from _latent_attention(latent, linears, itemsize, tiled)
         return
     attention = next(
         (child for child in module.children() if isinstance(child, Attention)), None
@@ -147,7 +149,7 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
         query = attention.num_heads * attention.head_size
         rows = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
         projected = sum(_columns(c) for c in linears.values() if c not in rows)
-        part = attention_part(
+        yield from attention_parts(
             sum(_columns(c) for c in rows),
             projected,
             query,
@@ -155,9 +157,10 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
             itemsize,
             output_gate=bool(getattr(module, "attn_output_gate", False)),
             normed=any(hasattr(module, name) for name in ("q_norm", "query_norm")),
+            lets_go=_lets_go(module, "forward", "qkv"),
+            quantized=_quantized_input(rows),
             tiled=tiled,
         )
-        yield replace(part, lines=part.lines + _quantized_input(rows))
         return
     down = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
     up = [c for c in linears.values() if c not in down]
@@ -179,14 +182,21 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
         yield replace(part, lines=part.lines + _quantized_input(down))
 
 
+def _lets_go(module: Any, method: str, local: str) -> bool:
+    """Whether the module's method deletes this local before it returns."""
+    function = getattr(type(module), method, None)
+    code = dis.get_instructions(function) if function else ()
+    return any(op.opname == "DELETE_FAST" and op.argval == local for op in code)
+
+
 def _latent_attention(
     module: Any, linears: dict[str, Any], itemsize: int, tiled: tuple[Tiled, ...]
-) -> Part:
+) -> tuple[Part, ...]:
     """Multi-head latent attention in prefill, where keys and values are made of
     the latent for every head."""
     rows = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
     head = module.qk_nope_head_dim + module.qk_rope_head_dim
-    return attention_part(
+    return attention_parts(
         sum(_columns(c) for c in rows),
         sum(_columns(c) for c in linears.values() if c not in rows),
         module.num_heads * module.v_head_dim,
@@ -246,18 +256,19 @@ def _state(
     linears: dict[str, Any],
     itemsize: int,
     tiled: tuple[Tiled, ...],
-) -> Part:
+) -> tuple[Part, ...]:
     tp = config.parallel_config.tensor_parallel_size
     shapes, dtypes = module.get_state_shape(), module.get_state_dtype()
     if hasattr(module, "head_k_dim") and hasattr(module, "num_v_heads"):
-        return gdn_part(
+        return gdn_parts(
             max(1, module.num_k_heads // tp),
             max(1, module.num_v_heads // tp),
             module.head_k_dim,
             module.head_v_dim,
             itemsize,
             dtypes[-1].itemsize,
-            tiled,
+            lets_go=_lets_go(module, "_forward_core", "mixed_qkv_non_spec"),
+            tiled=tiled,
         )
     state = sum(
         torch.Size(shape).numel() * dtype.itemsize
@@ -266,7 +277,7 @@ def _state(
     rows = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
     inner = sum(c.input_size_per_partition for c in rows)
     projected = sum(_columns(c) for c in linears.values() if c not in rows)
-    return state_part(projected, inner, state, itemsize)
+    return (state_part(projected, inner, state, itemsize),)
 
 
 def _moe(module: Any) -> tuple[int, int, int, int] | None:
@@ -296,7 +307,7 @@ def _workspace(
     own = getattr(experts, "workspace_budget_bytes", 0)
     budget = own if settings.budget_bytes is None else settings.budget_bytes
     if own:
-        token = top_k * (intermediate + hidden) * itemsize
+        token = sm70_moe_workspace_token(hidden, intermediate, top_k, itemsize)
     else:
         token = moe_workspace_token(hidden, intermediate, top_k, itemsize)
     return Workspace(token, settings.tokens or 0, budget)
