@@ -37,10 +37,14 @@ struct Nvfp4MmaGemvParams {
 
 constexpr int kMmaGemvCodes = 32;  // of a chunk
 constexpr int kMmaGemvStepK = 4 * kMmaGemvCodes;
-// Of x, which a block keeps in shared memory.
 constexpr int kMmaGemvMaxK = 20480;
-
 constexpr int kMmaGemvWarps = 8;
+
+// Shared memory of a block: x, and the sums of two groups of rows.
+constexpr int kMmaGemvWords = kMmaGemvMaxK / 8 + 2;  // of 16 bytes
+template <int kTiles>
+constexpr int kMmaGemvSharedBytes =
+    16 * kMmaGemvWords + 4 * 2 * kMmaGemvWarps * 16 * kTiles;
 
 // As registers allow. On an H200 loading two or three steps ahead was slower, with
 // as many blocks or fewer.
@@ -57,7 +61,7 @@ __global__ void __launch_bounds__(32 * kMmaGemvWarps, kMmaGemvBlocks<kTiles>)
   constexpr int kLaneRows = 2 * kTiles;
   // Eight words a block of 16 elements, in the order of the decoding; the last
   // two uint4 are zero, and so is what lies beyond K.
-  __shared__ uint4 x_words[kMmaGemvMaxK / 8 + 2];
+  __shared__ uint4 x_words[kMmaGemvWords];
   __shared__ float all_sums[2][kWarps][kRows];
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

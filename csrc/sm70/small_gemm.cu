@@ -37,7 +37,8 @@ struct Call {
   const Tensor& x;
   cudaStream_t stream;
   int multiprocessors;
-  int64_t splits;  // asked for; 0: the usual choice
+  int shared_bytes;  // of a multiprocessor
+  int64_t splits;    // asked for; 0: the usual choice
 };
 
 // The families of kernels, by the first number of each.
@@ -190,10 +191,11 @@ void nvfp4_mma_gemv(const Call<Nvfp4Weight>& call) {
                                   call.weight.global_scale,
                                   static_cast<int>(args.n),
                                   static_cast<int>(args.k / kMmaGemvCodes)};
-  const int64_t groups = ceil_div(args.n, 16 * kTiles);
-  const int64_t resident =
-      static_cast<int64_t>(kMmaGemvBlocks<kTiles>) * call.multiprocessors;
-  const dim3 grid = checked_grid(call.op, std::min(groups, resident));
+  const dim3 grid = checked_grid(
+      call.op,
+      plan_mma_gemv(ceil_div(args.n, 16 * kTiles), kMmaGemvBlocks<kTiles>,
+                    kMmaGemvSharedBytes<kTiles>, call.shared_bytes,
+                    call.multiprocessors));
   check_launch(call.op, launch<&nvfp4_mma_gemv_kernel<kTiles>>(
                             grid, call.stream, params));
 }
@@ -289,14 +291,14 @@ struct Situation {
   int64_t n;
   int64_t k;
 
-  bool takes_mma_gemv() const {
-    return capability >= 80 && nvfp4 && half && codes == 32 && m == 1 &&
-           k <= kMmaGemvMaxK && n * k / kMmaGemvCodes <= 0xffffffff;
+  bool one_row() const {
+    return capability >= 80 && nvfp4 && half && codes == 32 &&
+           takes_mma_gemv(m, n, k, kMmaGemvMaxK);
   }
 };
 
 int usual_family(const Situation& at) {
-  if (at.takes_mma_gemv()) return kMmaGemv;
+  if (at.one_row()) return kMmaGemv;
   if (at.nvfp4 && at.half && at.codes == 32) {
     // Measured on an H200: from 33 tokens on the kernels that keep x in shared
     // memory are faster.
@@ -338,7 +340,7 @@ template <class Weight, size_t kCount>
 const Kernel<Weight>* asked_kernel(const Kernel<Weight> (&kernels)[kCount],
                                    const Situation& at, int64_t number) {
   if (in_family(number, kMma16816) && at.capability < 80) return nullptr;
-  if (in_family(number, kMmaGemv) && !at.takes_mma_gemv()) return nullptr;
+  if (in_family(number, kMmaGemv) && !at.one_row()) return nullptr;
   if (in_family(number, kTensor) && !at.half && at.capability < 80) {
     return nullptr;
   }
@@ -390,13 +392,15 @@ void multiply(const char* op, const Kernel<Weight> (&kernels)[kCount],
                   ": there is no such kernel for this weight, dtype and GPU; "
                   "use -1 (csrc/sm70/small_gemm.cu has the numbers)");
   }
-  const Call<Weight> call{op,
-                          args,
-                          weight,
-                          x,
-                          stream,
-                          attribute(cudaDevAttrMultiProcessorCount),
-                          config < 0 ? 0 : config / 100};
+  const Call<Weight> call{
+      op,
+      args,
+      weight,
+      x,
+      stream,
+      attribute(cudaDevAttrMultiProcessorCount),
+      attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+      config < 0 ? 0 : config / 100};
   (at.half ? kernel->fp16 : kernel->bf16)(call);
 }
 

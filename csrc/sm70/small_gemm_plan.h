@@ -42,6 +42,25 @@ inline GemvPlan plan_gemv(int64_t m, int64_t n, int64_t chunks, int tokens,
           ceil_div(m, tokens)};
 }
 
+// What nvfp4_mma_gemv.cuh takes: one row of x, of at most `max_k` elements, which
+// it keeps in shared memory, and chunks of 32 codes that 32 bits can count.
+inline bool takes_mma_gemv(int64_t m, int64_t n, int64_t k, int64_t max_k) {
+  return m == 1 && k > 0 && k % 32 == 0 && k <= max_k &&
+         n * (k / 32) <= 0xffffffff;
+}
+
+// Its blocks, which stay and take turns on the groups of rows.
+// blocks:        of a multiprocessor, as registers allow
+// block_bytes:   of shared memory, of a block; shared_bytes: of a multiprocessor
+inline int64_t plan_mma_gemv(int64_t groups, int64_t blocks,
+                             int64_t block_bytes, int64_t shared_bytes,
+                             int64_t multiprocessors) {
+  // A launch reserves a KiB for itself.
+  const int64_t fit = shared_bytes / (block_bytes + 1024);
+  const int64_t resident = std::max<int64_t>(1, std::min(blocks, fit));
+  return std::min(groups, resident * multiprocessors);
+}
+
 // A launch of tensor_gemm.h.
 struct TensorPlan {
   int64_t tiles;   // of the output: the grid's x

@@ -3,16 +3,13 @@
 """What csrc/sm70/moe_plan.h chooses, compiled as it is: it needs no GPU."""
 
 import ctypes
-import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "sm70"
+from .host_plan import compile_plan
+
 PROGRAM = """
 #include "moe_plan.h"
 extern "C" long long kernel(long long batch_tokens, long long tokens,
@@ -28,21 +25,8 @@ MAX_GRID_ROWS = 65535
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    assert compiler is not None, "no C++ compiler: set CXX, as for the extension"
-    library = tmp_path_factory.mktemp("plan") / "plan.so"
-    subprocess.run(
-        [compiler, "-std=c++20", "-shared", "-fPIC", "-x", "c++", "-"]
-        + ["-I", str(SOURCES), "-o", str(library)],
-        input=PROGRAM,
-        text=True,
-        check=True,
-    )
-    loaded = ctypes.CDLL(str(library))
-    for function, arguments in ((loaded.kernel, 4), (loaded.begin, 3)):
-        function.argtypes = [ctypes.c_longlong] * arguments
-        function.restype = ctypes.c_longlong
-    return loaded
+    folder = tmp_path_factory.mktemp("plan")
+    return compile_plan(PROGRAM, folder, {"kernel": 4, "begin": 3})
 
 
 # Whole batches. Where all kernels were measured (H200) these are the fastest.
