@@ -267,6 +267,8 @@ def save(root: Path, series: Series) -> bool:
             topics.append(table)
         document["topic"] = topics
     after = tomlkit.dumps(document)
+    # A table that moves takes the blank lines behind it along, and gets another.
+    after = re.sub(r"\n{3,}(?=\[\[topic\]\])", "\n\n", after)
     if tomllib.loads(after) == tomllib.loads(before):
         return False
     path.write_text(after, encoding="utf-8")

@@ -183,6 +183,8 @@ def test_a_reworded_and_reordered_series_is_written_back(two_topics):
     assert topics[0].title == "[Core] Two" and topics[0].why == "Why."
     # Written by hand before, and still there.
     assert {t.drop_when for t in topics} == {"never"}
+    text = (two_topics.root / "patches" / "series.toml").read_text()
+    assert "\n\n\n[[topic]]" not in text
     assert two_topics.run("verify") == 0
 
 

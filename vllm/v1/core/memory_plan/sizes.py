@@ -184,9 +184,10 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
 
 def _lets_go(module: Any, method: str, local: str) -> bool:
     """Whether the module's method deletes this local before it returns."""
-    function = getattr(type(module), method, None)
-    code = dis.get_instructions(function) if function else ()
-    return any(op.opname == "DELETE_FAST" and op.argval == local for op in code)
+    # None too for what is compiled or wrapped: then it counts as keeping it.
+    code = getattr(getattr(type(module), method, None), "__code__", None)
+    operations = dis.get_instructions(code) if code else ()
+    return any(op.opname == "DELETE_FAST" and op.argval == local for op in operations)
 
 
 def _latent_attention(
@@ -367,6 +368,6 @@ def _logits(model: torch.nn.Module, vocab: int) -> int:
 
 def _notes(config: VllmConfig) -> Iterator[str]:
     if config.model_config.is_multimodal_model:
-        yield "the multimodal encoder's activations are not in the plan"
+        yield "the multimodal encoder's activations and its cache are not in the plan"
     if config.lora_config is not None:
         yield "LoRA's buffers are not in the plan"
