@@ -198,6 +198,24 @@ void check_weight(const char* op, const char* name, const Tensor& tensor) {
   }
 }
 
+// What both products take alike of the arguments of their operators. The rest is
+// zero, and MoeActivation::kNone.
+template <class Format, class Args>
+MoeGemmParams<Format> gemm_params(const Args& args) {
+  const MoeWeight& weight = args.weight;
+  return {.codes = weight.codes,
+          .scales = weight.scales,
+          .sorted_rows = args.sorted_rows,
+          .expert_offsets = args.expert_offsets,
+          .topk_weights = args.topk_weights,
+          .scale_stride = static_cast<int>(weight.scale_stride),
+          .scale_rows = static_cast<int>(weight.scale_rows),
+          .experts = static_cast<int>(weight.experts),
+          .n = static_cast<int>(weight.rows),
+          .k = static_cast<int>(weight.columns),
+          .activation = MoeActivation::kNone};
+}
+
 void fp8_moe_gate_up(const Tensor& x, const Tensor& w13,
                      const Tensor& w13_scale, const Tensor& sorted_rows,
                      const Tensor& expert_offsets,
@@ -218,26 +236,15 @@ void fp8_moe_gate_up(const Tensor& x, const Tensor& w13,
   for_float(args.format, [&](auto f) {
     using Format = decltype(f);
     using Storage = typename Format::Storage;
-    const MoeWeight& weight = args.weight;
-    run_product<Format>(product,
-                        {.x = static_cast<const Storage*>(args.x),
-                         .out = static_cast<Storage*>(args.out),
-                         .codes = weight.codes,
-                         .scales = weight.scales,
-                         .sorted_rows = args.sorted_rows,
-                         .expert_offsets = args.expert_offsets,
-                         .topk_weights = args.topk_weights,
-                         .x_stride = args.x_stride,
-                         .out_stride = weight.rows,
-                         .scale_stride = static_cast<int>(weight.scale_stride),
-                         .scale_rows = static_cast<int>(weight.scale_rows),
-                         .experts = static_cast<int>(weight.experts),
-                         .n = static_cast<int>(weight.rows),
-                         .k = static_cast<int>(weight.columns),
-                         .begin_n = 0,
-                         .end_n = static_cast<int>(weight.rows),
-                         .top_k = static_cast<int>(args.top_k),
-                         .activation = args.activation});
+    MoeGemmParams<Format> params = gemm_params<Format>(args);
+    params.x = static_cast<const Storage*>(args.x);
+    params.out = static_cast<Storage*>(args.out);
+    params.x_stride = args.x_stride;
+    params.out_stride = params.n;
+    params.end_n = params.n;
+    params.top_k = static_cast<int>(args.top_k);
+    params.activation = args.activation;
+    run_product<Format>(product, params);
   });
 }
 
@@ -295,28 +302,18 @@ void fp8_moe_down(const Tensor& act, const Tensor& w2, const Tensor& w2_scale,
       const int64_t begin = moe_tile_begin(tile, weight.rows, args.width);
       const int64_t end = moe_tile_begin(tile + 1, weight.rows, args.width);
       if (choice.rows() != 0) {
-        run_product<Format>(
-            product, {.x = static_cast<const Storage*>(args.act),
-                      .out = static_cast<Storage*>(args.partial),
-                      .sum = static_cast<Storage*>(args.out) + begin,
-                      .codes = weight.codes,
-                      .scales = weight.scales,
-                      .sorted_rows = args.sorted_rows,
-                      .expert_offsets = args.expert_offsets,
-                      .topk_weights = args.topk_weights,
-                      .x_stride = weight.columns,
-                      .out_stride = args.width,
-                      .sum_stride = args.out_stride,
-                      .scale_stride = static_cast<int>(weight.scale_stride),
-                      .scale_rows = static_cast<int>(weight.scale_rows),
-                      .experts = static_cast<int>(weight.experts),
-                      .n = static_cast<int>(weight.rows),
-                      .k = static_cast<int>(weight.columns),
-                      .begin_n = static_cast<int>(begin),
-                      .end_n = static_cast<int>(end),
-                      .sum_k = static_cast<int>(choice.top_k),
-                      .reverse = config >= -1 && tile % 2 == 1,
-                      .activation = MoeActivation::kNone});
+        MoeGemmParams<Format> params = gemm_params<Format>(args);
+        params.x = static_cast<const Storage*>(args.act);
+        params.out = static_cast<Storage*>(args.partial);
+        params.sum = static_cast<Storage*>(args.out) + begin;
+        params.x_stride = params.k;
+        params.out_stride = args.width;
+        params.sum_stride = args.out_stride;
+        params.begin_n = static_cast<int>(begin);
+        params.end_n = static_cast<int>(end);
+        params.sum_k = static_cast<int>(choice.top_k);
+        params.reverse = config >= -1 && tile % 2 == 1;
+        run_product<Format>(product, params);
       }
       sum_tile<Format>(kOp, stream, args, begin, end);
     }

@@ -30,4 +30,12 @@ __device__ __forceinline__ Nvfp4Chunk<kBlocks> load_nvfp4_chunk(
   }
 }
 
+// Eight elements of x, FP16 or BF16, in the order 0 4 1 5 2 6 3 7, as
+// half2s_from_e2m1x8 pairs the codes of a word.
+__device__ __forceinline__ uint4 permute_like_nvfp4(uint4 x) {
+  return make_uint4(
+      __byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
+      __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
+}
+
 }  // namespace vllm::sm70

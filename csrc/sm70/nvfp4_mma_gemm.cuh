@@ -64,11 +64,11 @@ __device__ __forceinline__ Nvfp4MmaTokens load_mma_tokens(const u16* x,
   for (int i = 0; i < 4; ++i) {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (exists) v = __ldg(reinterpret_cast<const uint4*>(x) + i);
-    // Elements 0 4 1 5 2 6 3 7, as half2s_from_e2m1x8 pairs codes.
-    result.pairs[i][0] = __byte_perm(v.x, v.z, 0x5410);
-    result.pairs[i][1] = __byte_perm(v.x, v.z, 0x7632);
-    result.pairs[i][2] = __byte_perm(v.y, v.w, 0x5410);
-    result.pairs[i][3] = __byte_perm(v.y, v.w, 0x7632);
+    v = permute_like_nvfp4(v);
+    result.pairs[i][0] = v.x;
+    result.pairs[i][1] = v.y;
+    result.pairs[i][2] = v.z;
+    result.pairs[i][3] = v.w;
   }
   return result;
 }

@@ -109,10 +109,7 @@ __global__ void __launch_bounds__(32 * kMmaGemvWarps, kMmaGemvBlocks<kTiles>)
     if (i < p.chunks * (kMmaGemvCodes / 8)) {
       v = __ldg(reinterpret_cast<const uint4*>(p.x) + i);
     }
-    // Elements 0 4 1 5 2 6 3 7, as half2s_from_e2m1x8 pairs codes.
-    x_words[i] = make_uint4(
-        __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632),
-        __byte_perm(v.y, v.w, 0x5410), __byte_perm(v.y, v.w, 0x7632));
+    x_words[i] = permute_like_nvfp4(v);
   }
   __syncthreads();
   // Column 2 * quad + b is block b of the quad's chunk; this lane holds column

@@ -39,9 +39,7 @@ struct Nvfp4TensorWeight {
   }
 
   __device__ __forceinline__ uint4 permute(uint4 x) const {
-    return make_uint4(
-        __byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
-        __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632));
+    return permute_like_nvfp4(x);
   }
 
   __device__ __forceinline__ float finish(float sum, int) const {
