@@ -46,11 +46,12 @@ MASK_TOKEN = 257
 # Only these tokens ever win, so that a random draft is right now and then.
 ACTIVE_TOKENS = 8
 
-# Reads a task a line, forks an engine for it, and answers with the exit status.
-SERVER = """
-import faulthandler, json, os, sys, torch, traceback
+# What the engines here and on a GPU have in common. Prompts are served one at a
+# time: which of them share a step would depend on when each arrives, and sums would
+# be rounded in another order.
+ENGINE_PARTS = """
+import json, os, sys, torch
 from vllm import LLM, SamplingParams
-import vllm.v1.engine.core, vllm.v1.worker.cpu_worker
 
 def tensors(caches):
     for cache in caches:
@@ -58,6 +59,29 @@ def tensors(caches):
             yield cache
         else:
             yield from tensors(cache)
+
+def answers(llm, prompts, max_tokens):
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    tokens, cached = [], []
+    for prompt in prompts:
+        [out] = llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        tokens.append(list(out.outputs[0].token_ids))
+        cached.append(out.num_cached_tokens)
+    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+    return dict(
+        tokens=tokens,
+        cached=cached,
+        capacity=llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
+        accepted=metrics.get("vllm:spec_decode_num_accepted_tokens"),
+    )
+"""
+
+# Reads a task a line, forks an engine for it, and answers with the exit status.
+SERVER = (
+    ENGINE_PARTS
+    + """
+import faulthandler, traceback
+import vllm.v1.engine.core, vllm.v1.worker.cpu_worker
 
 def check_views(worker):
     # The layers whose view reaches beyond the memory that it is a view of. All
@@ -77,20 +101,7 @@ def serve(task):
     os.environ["VLLM_KV_PAGE_PLAN"] = task["plan"]
     llm = LLM(**task["engine"])
     [views_outside] = llm.collective_rpc(check_views)
-    sampling = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
-    tokens, cached = [], []
-    for prompt in task["prompts"]:
-        [out] = llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)
-        tokens.append(list(out.outputs[0].token_ids))
-        cached.append(out.num_cached_tokens)
-    metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-    return dict(
-        tokens=tokens,
-        cached=cached,
-        capacity=llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
-        accepted=metrics.get("vllm:spec_decode_num_accepted_tokens"),
-        views_outside=views_outside,
-    )
+    return answers(llm, task["prompts"], 16) | dict(views_outside=views_outside)
 
 def child(task):
     log = os.open(task["log"], os.O_WRONLY | os.O_CREAT)
@@ -115,6 +126,7 @@ for line in sys.stdin:
         child(json.loads(line))
     print("STATUS", os.waitpid(pid, 0)[1], flush=True)
 """
+)
 
 
 @pytest.fixture

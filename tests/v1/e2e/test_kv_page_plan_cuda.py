@@ -22,7 +22,11 @@ import pytest
 import torch
 
 from benchmarks.needle import task
-from tests.v1.e2e.test_kv_page_plan_cpu import dflash_weights, write_weights
+from tests.v1.e2e.test_kv_page_plan_cpu import (
+    ENGINE_PARTS,
+    dflash_weights,
+    write_weights,
+)
 from tools.demo import checkpoint
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
@@ -35,19 +39,10 @@ GUESSES = 3
 MAX_TOKENS = 8192
 TIMEOUT_S = 400
 
-# Serves the prompts of a task, one at a time: which of them share a step would
-# depend on when each arrives, and sums would be rounded in another order.
-ENGINE = """
-import json, sys, torch
-from vllm import LLM, SamplingParams
-
-def tensors(caches):
-    for cache in caches:
-        if isinstance(cache, torch.Tensor):
-            yield cache
-        else:
-            yield from tensors(cache)
-
+# Serves the prompts of a task.
+ENGINE = (
+    ENGINE_PARTS
+    + """
 def poison(worker, num_blocks):
     # All blocks but the null block, which stands for what a window left behind,
     # hold NaN in FP8, FP16 and FP32: a read of what was neither written nor zeroed
@@ -68,22 +63,10 @@ cache = llm.llm_engine.vllm_config.cache_config
 poisoned = 0
 if task["poison"]:
     [poisoned] = llm.collective_rpc(poison, args=(cache.num_gpu_blocks,))
-sampling = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
-tokens, cached = [], []
-for prompt in task["prompts"]:
-    [out] = llm.generate([dict(prompt_token_ids=prompt)], sampling, use_tqdm=False)
-    tokens.append(list(out.outputs[0].token_ids))
-    cached.append(out.num_cached_tokens)
-metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
-result = dict(
-    tokens=tokens,
-    cached=cached,
-    capacity=cache.kv_cache_size_tokens,
-    accepted=metrics.get("vllm:spec_decode_num_accepted_tokens"),
-    poisoned=poisoned,
-)
+result = answers(llm, task["prompts"], 48) | dict(poisoned=poisoned)
 json.dump(result, open(sys.argv[2], "w"))
 """
+)
 
 
 @pytest.fixture
