@@ -23,8 +23,9 @@ win is the place for VLLM_SM70_SMALL_BATCH.
 
 On CUDA, calls are captured into a graph, so that launches on the host cost nothing;
 inputs and outputs rotate, and so do weights while they would fit the L2 cache.
-Each time is the median of several replays. On the CPU calls are timed one by one
-and peaks are not measured.
+Each time is the median of several replays; what a row compares takes
+turns, a replay each. On the CPU calls are timed one by one and peaks are not
+measured.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sm70_timing import copy_rate, time_calls
+from sm70_timing import copy_rate, time_in_turns
 
 from vllm.model_executor.kernels.linear.sm70 import linear, ops
 from vllm.model_executor.kernels.linear.sm70.scratch import reset_scratch
@@ -104,7 +105,12 @@ class Machine:
 
     def time(self, calls: Sequence[Callable[[], object]]) -> float:
         """Return the seconds of one call; the calls take turns."""
-        return time_calls(calls, self.repeats, self.device).seconds
+        return self.time_in_turns(calls)[0]
+
+    def time_in_turns(self, *kinds: Sequence[Callable[[], object]]) -> list[float]:
+        """Return the seconds of one call of each kind; the kinds take turns too."""
+        timings = time_in_turns(kinds, self.repeats, self.device)
+        return [timing.seconds for timing in timings]
 
     def peak_bytes(self, call: Callable[[], torch.Tensor]) -> int:
         """Return the most bytes that a call allocates, its result not counted."""
@@ -369,11 +375,10 @@ def prefill_rows(
 ) -> None:
     machine, p = case.machine, case.projection
     whole = case.plan(0, None)
-    dense_s = machine.time(case.dense())
     whole_peak = case.peak(whole)
     case.tiled(whole)[0]()
     expected = case.outputs[0].clone()
-    untiled_s = machine.time(case.tiled(whole))
+    dense = case.dense()
     nbytes = (
         case.packed_bytes
         + (case.inputs[0].numel() + case.outputs[0].numel()) * case.dtype.itemsize
@@ -386,7 +391,9 @@ def prefill_rows(
             case.outputs[0].fill_(float("nan"))
             case.tiled(plan)[0]()
             same = torch.equal(case.outputs[0], expected)
-            tiled_s = machine.time(case.tiled(plan))
+            tiled_s, untiled_s, dense_s = machine.time_in_turns(
+                case.tiled(plan), case.tiled(whole), dense
+            )
             report.add(
                 f"{p.name:8} {tp:2} {p.depth:5} {p.columns:5} {case.tokens:5} "
                 f"{plan.width:6} {plan.lanes:5} {'same' if same else 'DIFF':4} "
@@ -428,18 +435,17 @@ def run_decode(machine: Machine, options: argparse.Namespace, report: Report) ->
                 case = make_case(
                     machine, projection, tokens, options.dtype, options.format
                 )
-                seconds = machine.time(case.packed())
-                rate = case.packed_bytes / seconds
-                of_copy = rate / machine.copy_bytes_per_s
-                marlin_s = None
-                text = "not NVFP4"
+                calls: list[Callable[[], object]] | str = "not NVFP4"
                 if options.format == "nvfp4":
                     calls = marlin_calls(projection, case.inputs, len(case.weights))
-                    if isinstance(calls, str):
-                        text = calls
-                    else:
-                        marlin_s = machine.time(calls)
-                        text = f"{marlin_s * 1e6:9.1f} {seconds / marlin_s:7.2f}"
+                if isinstance(calls, str):
+                    seconds, marlin_s = machine.time(case.packed()), None
+                    text = calls
+                else:
+                    seconds, marlin_s = machine.time_in_turns(case.packed(), calls)
+                    text = f"{marlin_s * 1e6:9.1f} {seconds / marlin_s:7.2f}"
+                rate = case.packed_bytes / seconds
+                of_copy = rate / machine.copy_bytes_per_s
                 report.add(
                     f"{p_text(projection, tp, tokens)} {seconds * 1e6:8.1f} "
                     f"{rate / 1e9:7.0f} {of_copy:7.2f} {text}",
@@ -468,9 +474,10 @@ def run_threshold(
                 case = make_case(
                     machine, projection, tokens, options.dtype, options.format
                 )
-                packed_s = machine.time(case.packed())
                 plan = case.plan(options.tile_widths[0], options.lanes[0])
-                tiles_s = machine.time(case.tiled(plan))
+                packed_s, tiles_s = machine.time_in_turns(
+                    case.packed(), case.tiled(plan)
+                )
                 report.add(
                     f"{p_text(projection, tp, tokens)} {packed_s * 1e6:9.1f} "
                     f"{tiles_s * 1e6:9.1f} {tiles_s / packed_s:12.2f}",

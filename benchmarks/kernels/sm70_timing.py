@@ -28,27 +28,38 @@ class Timing(NamedTuple):
 def time_calls(
     calls: Sequence[Callable[[], object]], repeats: int, device: torch.device | str
 ) -> Timing:
-    """Time calls that take turns, after one round to warm up.
+    """Time calls of one kind; see `time_in_turns`."""
+    return time_in_turns([calls], repeats, device)[0]
 
-    Several calls on copies of their weights keep the weights out of the caches.
-    On CUDA the calls are captured into one graph, so that launches on the host
-    cost nothing, and each measurement is a replay of it.
+
+def time_in_turns(
+    kinds: Sequence[Sequence[Callable[[], object]]],
+    repeats: int,
+    device: torch.device | str,
+) -> list[Timing]:
+    """Time kinds of calls against each other, after one round to warm up.
+
+    The calls of a kind take turns: several on copies of their weights keep the
+    weights out of the caches. So do the kinds, so that a clock that falls as the
+    card warms up falls for all of them. On CUDA the calls of a kind are captured
+    into one graph, so that launches on the host cost nothing, and each measurement
+    is a replay of it.
 
     Args:
-        calls: what to time.
-        repeats: calls in all, rounded down to whole rounds but at least one round.
+        kinds: what to time; the calls of each.
+        repeats: calls in a measurement, rounded down to whole rounds of a kind but
+            at least one.
         device: where the calls run.
 
     """
-    rounds = max(1, repeats // len(calls))
-    for call in calls:
-        call()
+    for calls in kinds:
+        for call in calls:
+            call()
     if torch.device(device).type == "cuda":
-        times = _graph_times(calls, rounds)
+        times = _graph_times(kinds, repeats)
     else:
-        times = [_host_time(call) for _ in range(rounds) for call in calls]
-    median = statistics.median(times)
-    return Timing(median, max(abs(t / median - 1) for t in times))
+        times = _host_times(kinds, repeats)
+    return [_timing(t) for t in times]
 
 
 def copy_rate(repeats: int, device: torch.device | str) -> float:
@@ -63,27 +74,53 @@ def copy_rate(repeats: int, device: torch.device | str) -> float:
     return 2 * size / fastest
 
 
+def _timing(times: Sequence[float]) -> Timing:
+    median = statistics.median(times)
+    return Timing(median, max(abs(t / median - 1) for t in times))
+
+
+def _rounds(calls: Sequence[Callable[[], object]], repeats: int) -> int:
+    return max(1, repeats // len(calls))
+
+
+def _host_times(
+    kinds: Sequence[Sequence[Callable[[], object]]], repeats: int
+) -> list[list[float]]:
+    times: list[list[float]] = [[] for _ in kinds]
+    for i in range(max(_rounds(calls, repeats) for calls in kinds)):
+        for calls, own in zip(kinds, times):
+            if i < _rounds(calls, repeats):
+                own.extend(_host_time(call) for call in calls)
+    return times
+
+
 def _host_time(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def _graph_times(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
+def _graph_times(
+    kinds: Sequence[Sequence[Callable[[], object]]], repeats: int
+) -> list[list[float]]:
+    graphs = []
+    for calls in kinds:
+        torch.cuda.synchronize()
+        graph, rounds = torch.cuda.CUDAGraph(), _rounds(calls, repeats)
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
         graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / (rounds * len(calls)))
+        graphs.append((graph, rounds * len(calls)))
+    times: list[list[float]] = [[] for _ in kinds]
+    for _ in range(REPLAYS):
+        for (graph, count), own in zip(graphs, times):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            own.append(start.elapsed_time(end) / 1e3 / count)
     return times
