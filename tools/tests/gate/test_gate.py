@@ -76,7 +76,9 @@ def world(monkeypatch, tmp_path):
         return tuple(range(count))
 
     def run(target, tokenizer, load, seed):
-        slower = 1 + spoilt.noise * (seed - 2) if is_off(target.url) else spoilt.slower
+        slower = spoilt.slower() if callable(spoilt.slower) else spoilt.slower
+        if is_off(target.url):
+            slower = 1 + spoilt.noise * (seed - 2)
         return Speed(100 / slower, 10 * slower, 1 * slower)
 
     monkeypatch.setattr(server, "starting", starting)
@@ -139,6 +141,46 @@ def test_a_ratio_within_the_controls_own_spread_passes(world):
     assert report["rows"][0]["spread"]["ttft_ms"] == pytest.approx(0.02)
     world.slower = 1.06
     assert world.go("--runs=3")[0] == 1
+
+
+def test_what_is_slow_is_measured_again_on_new_servers(world, capsys):
+    """Two servers of one build differ by more than their own runs do."""
+    world.slower = lambda: 1.5 if len(world.started) == 2 else 0.9
+    status, report = world.go("--runs=3")
+    assert status == 0
+    (row,) = report["rows"]
+    assert [pair["tpot_ms"] for pair in row["pairs"]] == [1.5, 0.9]
+    assert row["ratio"]["tpot_ms"] == 0.9
+    assert row["asked"] == 8  # its answers are not asked for again
+    # The first pair has ended before the second starts, the control first.
+    assert world.left == ["off", "on", "on", "off"]
+    assert [stem for stem, _ in world.waited] == [
+        "a-feature-on",
+        "a-feature-off",
+        "a-feature-2-off",
+        "a-feature-2-on",
+    ]
+    said = capsys.readouterr().out
+    assert "again, on new servers: throughput 1.500 times worse" in said
+    assert "| pass, 2 pairs of servers |" in said
+
+
+def test_what_is_slow_on_every_pair_fails(world):
+    world.slower = 1.5
+    status, report = world.go("--runs=3", "--pairs=3")
+    assert status == 1
+    assert len(report["rows"][0]["pairs"]) == 3
+    assert len(world.started) == 6
+    world.started.clear()
+    assert world.go("--runs=3", "--pairs=1")[0] == 1
+    assert len(world.started) == 2
+
+
+def test_a_second_pair_that_does_not_start_fails_the_row(world):
+    world.slower, world.dead = 1.5, ["a-feature-2-off"]
+    status, report = world.go("--runs=3")
+    assert status == 1
+    assert report["rows"][0]["failures"][0] == "a-feature-2-off ended"
 
 
 def test_what_is_not_promised_does_not_fail(world, monkeypatch):
@@ -254,9 +296,10 @@ def test_who_does_not_start_ahead_starts_again_in_its_turn(world, monkeypatch, c
     assert [row["asked"] for row in report["rows"]] == [8, 8]
 
 
-def test_none_at_once_is_refused(world, capsys):
-    assert world.go("--at-once=0")[0] == 2
-    assert "--at-once=0: expected 1 or more" in capsys.readouterr().err
+@pytest.mark.parametrize("option", ["--at-once", "--pairs"])
+def test_none_is_refused(world, option, capsys):
+    assert world.go(f"{option}=0")[0] == 2
+    assert f"{option}=0: expected 1 or more" in capsys.readouterr().err
 
 
 def test_stock_is_served_from_its_environment(world, tmp_path, monkeypatch):
