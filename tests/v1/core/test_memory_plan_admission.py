@@ -206,7 +206,7 @@ def test_a_model_made_again_stands_for_every_rank_of_its_stage(
     config, specs = served
     small = Sizes(2, residual_lines(5120, 2, 2))
     stages = [Rank(0, specs, GIB, SIZES), Rank(2, specs, GIB, small)]
-    monkeypatch.setattr(planner_module, "_make", lambda changed: (changed, stages))
+    monkeypatch.setattr(planner_module, "_make", lambda changed, **_: (changed, stages))
     reports = [report(rank) for rank in range(4)]
     planner = planner_of(config, reports, [specs] * 4, [2 * GIB] * 4)
     _, ranks = planner._built(Changes(kv_cache_dtype="fp8"))

@@ -197,6 +197,7 @@ def _inspect_models_here() -> None:
 def _log_to_stderr() -> None:
     """Keep stdout for the plan, and only what the user must know on stderr."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
     from vllm.logger import _configure_vllm_root_logger
 

@@ -483,6 +483,29 @@ class Encoder:
         return "multimodal encoder", Peak(peak - before, meter.reserved_peak() - peak)
 
 
+class MostItems(NamedTuple):
+    """The most and largest multimodal items that a step encodes.
+
+    Attributes:
+        modality: of the items, such as "image".
+        each: items of a prompt.
+        requests: prompts that the encoder takes in one step.
+
+    """
+
+    modality: str
+    each: int
+    requests: int
+
+
+def most_items(config: VllmConfig, budget: MultiModalBudget) -> MostItems:
+    """Return what upstream's budget of an encoder comes to."""
+    modality = budget.get_modality_with_max_tokens()
+    most = budget.mm_max_items_per_batch[modality]
+    each = cdiv(most, config.scheduler_config.max_num_seqs)
+    return MostItems(modality, each, cdiv(most, each))
+
+
 def encoder_of(
     config: VllmConfig, outputs: Sequence[torch.Tensor], run: Callable[[], None]
 ) -> Encoder:
@@ -491,9 +514,7 @@ def encoder_of(
     A rank of a pipeline that has no encoder has no `outputs`.
     """
     budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)
-    modality = budget.get_modality_with_max_tokens()
-    most = budget.mm_max_items_per_batch[modality]
-    each = cdiv(most, config.scheduler_config.max_num_seqs)
+    modality, each, requests = most_items(config, budget)
     made = budget.processor.get_dummy_mm_inputs(mm_counts={modality: each})
     kept = storage_bytes(outputs)
     tokens = sum(len(output) for output in outputs)
@@ -506,7 +527,7 @@ def encoder_of(
             tokens=made["prompt_token_ids"],
             items=made["mm_kwargs"][modality],
             positions=made["mm_placeholders"][modality],
-            requests=cdiv(most, each),
+            requests=requests,
             whole=config.scheduler_config.disable_chunked_mm_input,
         ),
         run=run,

@@ -146,6 +146,16 @@ class Media:
             requests = min(requests, limits.total(requests) // self.length)
         return requests
 
+    def batch(self, limits: Limits) -> Batch | None:
+        """Return the full step that encodes as much as one can, or None where no
+        request has such items."""
+        requests = self.share(limits)
+        if not requests:
+            return None
+        number = requests * len(self.items)
+        encoded = f"{number} {self.modality}{'s' * (number > 1)}"
+        return Batch(requests, limits.total(requests), encoded=encoded)
+
     def prompt(self, length: int) -> list[int]:
         """Return the prompt, with text after it when it is shorter than `length`."""
         text = range(self.length, length)
@@ -400,12 +410,9 @@ def encoder_step(
         None where no step does.
 
     """
-    requests = media.share(limits)
-    if not requests:
+    batch = media.batch(limits)
+    if batch is None:
         return None
-    number = requests * len(media.items)
-    encoded = f"{number} {media.modality}{'s' * (number > 1)}"
-    batch = Batch(requests, limits.total(requests), encoded=encoded)
     step = steps(batch, limits, counts, blocks)
     prefill, end = step.prefill, step.end
     for request, length in zip(prefill.scheduled_new_reqs, batch.lengths):

@@ -12,6 +12,7 @@ room for, which would run out of memory under load.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,8 @@ def admit(
 def _refusal(planner: Planner, plan: MemoryPlan) -> str:
     from vllm.v1.core.memory_plan.table import format_plan
 
+    with contextlib.suppress(Exception):  # There are remedies without it.
+        planner = planner.with_encoders()
     try:
         plan = planner.with_remedies()
     except Exception as error:

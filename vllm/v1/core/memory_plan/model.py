@@ -27,8 +27,10 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import round_up
 from vllm.v1.core.memory_plan.activations import Sizes
+from vllm.v1.core.memory_plan.encoder import EncoderSizes, is_planned, read_encoder
 from vllm.v1.core.memory_plan.sizes import read_sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.worker.memory_profile import limits_of
 
 logger = init_logger(__name__)
 
@@ -51,6 +53,7 @@ class PlannedModel:
         draft_bytes: of these, what the draft adds.
         specs: each layer's KV-cache spec, as a worker would report it.
         sizes: what the activation formulae take.
+        encoder: of a multimodal model's first stage.
 
     """
 
@@ -60,17 +63,27 @@ class PlannedModel:
     draft_bytes: int
     specs: dict[str, KVCacheSpec]
     sizes: Sizes
+    encoder: EncoderSizes | None = None
 
 
-def plan_models(vllm_config: VllmConfig) -> list[PlannedModel]:
+def plan_models(
+    vllm_config: VllmConfig, with_encoder: bool = True
+) -> list[PlannedModel]:
     """One model for each pipeline stage. ``vllm_config`` is not modified.
+
+    Args:
+        vllm_config: the configuration.
+        with_encoder: run a multimodal encoder too.
 
     Raises:
         Exception: whatever making the model raises when serving.
 
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
-    return [_plan_stage(copy_config(vllm_config), stage) for stage in range(stages)]
+    return [
+        _plan_stage(copy_config(vllm_config), stage, with_encoder and not stage)
+        for stage in range(stages)
+    ]
 
 
 def copy_config(config: VllmConfig) -> VllmConfig:
@@ -112,7 +125,7 @@ def _tensor_bytes(models: Iterable[torch.nn.Module]) -> Iterable[int]:
     }.values()
 
 
-def _plan_stage(config: VllmConfig, stage: int) -> PlannedModel:
+def _plan_stage(config: VllmConfig, stage: int, with_encoder: bool) -> PlannedModel:
     _register_loader()
     if current_platform.is_cuda_alike():
         # As the worker does when it starts.
@@ -120,19 +133,19 @@ def _plan_stage(config: VllmConfig, stage: int) -> PlannedModel:
         current_platform.check_if_supports_dtype(config.model_config.dtype)
     config.load_config.load_format = LOAD_FORMAT
     config.compilation_config.static_all_moe_layers.clear()
-    with (
-        _parallel_groups(config, stage),
-        _without_memory(),
-        set_current_vllm_config(config),
-    ):
-        from vllm.model_executor.model_loader import get_model
+    with _parallel_groups(config, stage), set_current_vllm_config(config):
+        with _without_memory():
+            from vllm.model_executor.model_loader import get_model
 
-        target = get_model(vllm_config=config)
-        draft = _draft(target, config)
-        models = [target] if draft is None else [target, draft]
-        current_platform.update_block_size_for_backend(config)
-        specs = _kv_cache_specs(config)
-        _resolve_layout(config, specs)
+            target = get_model(vllm_config=config)
+            draft = _draft(target, config)
+            models = [target] if draft is None else [target, draft]
+            current_platform.update_block_size_for_backend(config)
+            specs = _kv_cache_specs(config)
+            _resolve_layout(config, specs)
+        encoder = None
+        if with_encoder and is_planned(config):
+            encoder = read_encoder(config, target, limits_of(config))
         return PlannedModel(
             config=config,
             rank=stage * config.parallel_config.tensor_parallel_size,
@@ -140,6 +153,7 @@ def _plan_stage(config: VllmConfig, stage: int) -> PlannedModel:
             draft_bytes=allocated_bytes(models) - allocated_bytes([target]),
             specs=specs,
             sizes=read_sizes(config, target, draft),
+            encoder=encoder,
         )
 
 
@@ -279,6 +293,12 @@ class _Group:
         self.device_communicator = None
         self.use_device_communicator = False
         self.mq_broadcaster = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.world_size == 1 else torch.empty_like(tensor)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat([tensor] * self.world_size, dim)
 
 
 @contextlib.contextmanager

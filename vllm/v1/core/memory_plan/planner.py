@@ -31,6 +31,7 @@ from vllm.v1.core.memory_plan.activations import (
     resident_bytes,
     sampler_bytes,
 )
+from vllm.v1.core.memory_plan.encoder import EncoderSizes, encoded_of, is_planned
 from vllm.v1.core.memory_plan.model import copy_config, plan_models
 from vllm.v1.core.memory_plan.table import KvNeed, MemoryPlan, Remedy
 from vllm.v1.kv_cache_interface import (
@@ -60,6 +61,9 @@ own, 438 in a server's engine process. Other cards were not measured."""
 
 LIBRARY_BYTES = 36 * MIB
 """What stays of cuBLAS's workspace, 32 MiB, and of small buffers, on an H200."""
+
+ENCODER_LIBRARY_BYTES = 32 * MIB
+"""What an H200 kept besides with a multimodal encoder: a library's workspace."""
 
 COMMUNICATOR_BYTES = 700 * MIB
 """NCCL's and the custom all-reduce's buffers with several ranks. Two H200s had 1,132
@@ -149,6 +153,7 @@ class Rank:
         specs: each layer's KV-cache spec, as its worker reports them.
         weights: bytes of parameters and buffers.
         sizes: what the activation formulae take.
+        encoder: of a rank that runs a multimodal encoder.
 
     """
 
@@ -156,6 +161,11 @@ class Rank:
     specs: dict[str, KVCacheSpec]
     weights: int
     sizes: Sizes
+    encoder: EncoderSizes | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.sizes.notes + (self.encoder.notes if self.encoder else ())
 
 
 @dataclass(frozen=True)
@@ -237,6 +247,25 @@ class Planner:
         """
         resolved, ranks = _make(config)
         return cls(resolved, ranks, device, pristine=config)
+
+    def with_encoders(self) -> Planner:
+        """The same planner of a running model, with its multimodal encoder's sizes:
+        they need the model made again, and only remedies need them.
+
+        Raises:
+            Exception: whatever making the model raises when serving.
+
+        """
+        if not is_planned(self.config):
+            return self
+        _, stages = _make(self._pristine)
+        found = [s.encoder if s.encoder and s.encoder.peak else None for s in stages]
+        count = len(self.ranks)
+        ranks = [
+            replace(rank, encoder=found[i * len(found) // count])
+            for i, rank in enumerate(self.ranks)
+        ]
+        return Planner(self.config, ranks, self.device, self._pristine, self.measured)
 
     def figures(
         self,
@@ -331,17 +360,20 @@ class Planner:
             max_model_len=config.model_config.max_model_len,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            notes=ranks[worst].sizes.notes,
+            notes=ranks[worst].notes,
         )
 
     def _build(self, changes: Changes) -> tuple[VllmConfig, list[Rank]]:
         if not changes.rebuild:
             return self.config, self.ranks
-        config, stages = _make(changed(self._pristine, changes))
+        changed_config = changed(self._pristine, changes)
+        config, stages = _make(changed_config, with_encoder=False)
         count = len(self.ranks)
         # One was made for each pipeline stage; the ranks of a stage are alike.
         return config, [
-            replace(stages[i * len(stages) // count], rank=rank.rank)
+            replace(
+                stages[i * len(stages) // count], rank=rank.rank, encoder=rank.encoder
+            )
             for i, rank in enumerate(self.ranks)
         ]
 
@@ -637,6 +669,9 @@ def changed(config: VllmConfig, changes: Changes) -> VllmConfig:
             scheduler.max_num_scheduled_tokens = (
                 min(scheduled, tokens) if was_set else tokens
             )
+        if scheduler.encoder_cache_size == scheduler.max_num_batched_tokens:
+            scheduler.encoder_cache_size = tokens
+            scheduler.max_num_encoder_input_tokens = tokens
         scheduler.max_num_batched_tokens = tokens
     if changes.max_num_seqs is not None:
         scheduler.max_num_seqs = changes.max_num_seqs
@@ -795,9 +830,11 @@ def _capacity(
 # ---------------------------------------------------------------------------
 
 
-def _make(config: VllmConfig) -> tuple[VllmConfig, list[Rank]]:
-    models = plan_models(config)
-    ranks = [Rank(m.rank, m.specs, m.weights_bytes, m.sizes) for m in models]
+def _make(
+    config: VllmConfig, with_encoder: bool = True
+) -> tuple[VllmConfig, list[Rank]]:
+    models = plan_models(config, with_encoder)
+    ranks = [Rank(m.rank, m.specs, m.weights_bytes, m.sizes, m.encoder) for m in models]
     return models[0].config, ranks
 
 
@@ -830,15 +867,26 @@ def planned_figures(
         if config.parallel_config.world_size > 1:
             outside += COMMUNICATOR_BYTES
     all_groups = groups_of(config, [rank.specs for rank in ranks])
+    encoded = [
+        encoded_of(config, rank.encoder, limits) if rank.encoder else None
+        for rank in ranks
+    ]
+
+    def peaks_of(batch: Batch) -> list[Peak]:
+        """Each rank's peak of it, next to a full encoder cache."""
+        peaks = [peak_of_batches(rank.sizes, [batch]) for rank in ranks]
+        return [e.beside(peak) if e else peak for e, peak in zip(encoded, peaks)]
+
     least = [
         RankFigures(
             rank=rank.rank,
             weights=rank.weights,
-            activation=peak_of_batches(rank.sizes, [longest(limits)]),
+            activation=peak,
             resident=resident_bytes(rank.sizes, scheduled)
             + on_gpu
             * (
                 LIBRARY_BYTES
+                + (ENCODER_LIBRARY_BYTES if rank.encoder else 0)
                 + attention_bytes(
                     rank.sizes,
                     [group.layer_names for group in groups],
@@ -847,7 +895,7 @@ def planned_figures(
             ),
             outside=outside,
         )
-        for rank, groups in zip(ranks, all_groups)
+        for rank, groups, peak in zip(ranks, all_groups, peaks_of(longest(limits)))
     ]
     rooms = [
         room_of(config, limits, groups) if groups else None for groups in all_groups
@@ -866,23 +914,20 @@ def planned_figures(
         return requests
 
     def room_beside(requests: int) -> int:
-        return room(
-            [
-                peak_of_batches(rank.sizes, [crowded(limits, requests, states)])
-                for rank in ranks
-            ]
-        )
+        return room(peaks_of(crowded(limits, requests, states)))
 
     requests = settle(room([figures.activation for figures in least]), room_beside)
+    chosen = batches(limits, requests, states)
+    peaks = [peak_of_batches(rank.sizes, chosen) for rank in ranks]
     return [
         replace(
             figures,
             resident=figures.resident
             + on_gpu * sampler_bytes(rank.sizes, limits.sequences, requests),
-            activation=peak_of_batches(rank.sizes, batches(limits, requests, states)),
+            activation=e.highest(peak, rank.sizes) if e else peak,
             graphs=graph_bytes(config, rank.sizes),
         )
-        for rank, figures in zip(ranks, least)
+        for rank, figures, e, peak in zip(ranks, least, encoded, peaks)
     ]
 
 

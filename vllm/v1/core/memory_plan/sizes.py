@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm.config import CompilationMode, VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.kernels.linear.sm70.settings import LinearSettings
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.token_chunks import ChunkSettings
@@ -95,12 +96,24 @@ def read_sizes(
         rows_per_sequence=1 + vllm_config.num_speculative_tokens,
         second_runner=bool(vllm_config.use_v2_model_runner),
         workspaces=tuple(workspaces),
-        resident_token=hidden * itemsize if draft is not None else 0,
+        resident_token=_resident_token(vllm_config, draft, itemsize),
         resident=_merged_weights(vllm_config, draft, itemsize),
         attention=tuple(_attention_buffers([target, draft])),
         decoder_layers=model_config.get_num_layers(vllm_config.parallel_config),
         notes=tuple(_notes(vllm_config)),
     )
+
+
+def _resident_token(
+    config: VllmConfig, draft: torch.nn.Module | None, itemsize: int
+) -> int:
+    """Bytes for each token of buffers: the draft's hidden states, and embeddings
+    where a step's prompts may have multimodal items."""
+    model_config = config.model_config
+    rows = model_config.get_hidden_size() if draft is not None else 0
+    if model_config.supports_multimodal_inputs and get_pp_group().is_first_rank:
+        rows += model_config.get_inputs_embeds_size()
+    return rows * itemsize
 
 
 def _residual_copies(config: VllmConfig, model: torch.nn.Module) -> int:
@@ -148,9 +161,9 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
     if attention is not None:
         query = attention.num_heads * attention.head_size
         rows = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
-        projected = sum(_columns(c) for c in linears.values() if c not in rows)
+        projected = sum(columns_of(c) for c in linears.values() if c not in rows)
         yield from attention_parts(
-            sum(_columns(c) for c in rows),
+            sum(columns_of(c) for c in rows),
             projected,
             query,
             attention.num_kv_heads * attention.head_size,
@@ -172,9 +185,9 @@ def _parts(config: VllmConfig, module: Any, itemsize: int) -> Iterator[Part]:
             gated = None
         others = tuple(filter(None, (_tiled(c, False) for c in down)))
         part = mlp_part(
-            _columns(down[0]),
+            columns_of(down[0]),
             inner,
-            sum(_columns(c) for c in up),
+            sum(columns_of(c) for c in up),
             itemsize,
             tiled if gated is None else (gated, *others),
             gated_at_once=gated is not None,
@@ -198,8 +211,8 @@ def _latent_attention(
     rows = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
     head = module.qk_nope_head_dim + module.qk_rope_head_dim
     return attention_parts(
-        sum(_columns(c) for c in rows),
-        sum(_columns(c) for c in linears.values() if c not in rows),
+        sum(columns_of(c) for c in rows),
+        sum(columns_of(c) for c in linears.values() if c not in rows),
         module.num_heads * module.v_head_dim,
         module.num_heads * head,
         itemsize,
@@ -208,7 +221,8 @@ def _latent_attention(
     )
 
 
-def _columns(layer: Any) -> int:
+def columns_of(layer: Any) -> int:
+    """Elements of a row of a linear layer's output, this rank's."""
     return getattr(layer, "output_size_per_partition", layer.output_size)
 
 
@@ -244,7 +258,7 @@ def _tiled(layer: Any, gated: bool) -> Tiled | None:
     depth = getattr(layer, "input_size_per_partition", layer.input_size)
     width = LinearSettings.from_environment().tile_width
     return Tiled(
-        _columns(layer) // (2 if gated else 1),
+        columns_of(layer) // (2 if gated else 1),
         depth,
         gated,
         None if width < 0 else width,
@@ -277,7 +291,7 @@ def _state(
     )
     rows = [c for c in linears.values() if isinstance(c, RowParallelLinear)]
     inner = sum(c.input_size_per_partition for c in rows)
-    projected = sum(_columns(c) for c in linears.values() if c not in rows)
+    projected = sum(columns_of(c) for c in linears.values() if c not in rows)
     return (state_part(projected, inner, state, itemsize),)
 
 
@@ -367,7 +381,13 @@ def _logits(model: torch.nn.Module, vocab: int) -> int:
 
 
 def _notes(config: VllmConfig) -> Iterator[str]:
-    if config.model_config.is_multimodal_model:
-        yield "the multimodal encoder's activations and its cache are not in the plan"
+    model_config = config.model_config
+    multimodal = model_config.multimodal_config
+    skips = multimodal is not None and multimodal.skip_mm_profiling
+    if skips and model_config.supports_multimodal_inputs:
+        yield (
+            "the multimodal encoder's activations and its cache are not in the plan "
+            "(--skip-mm-profiling)"
+        )
     if config.lora_config is not None:
         yield "LoRA's buffers are not in the plan"
