@@ -143,8 +143,9 @@ class Measured:
 
     ``what_else``: outside of torch, where the plan has a constant, above most of
     these. ``freed``: of the peak, dead activations that prefill let go of later;
-    ``shared``: of the buffers, attention's that groups share since. ``near``: how far
-    the peak may be off, as a part of it.
+    ``shared``: of the buffers, attention's that groups share since. ``near`` and
+    ``loaded``: how far the peak and the weights may be off, as a part of them.
+    ``planned``: the plan's batch, where it is another.
     """
 
     weights: float
@@ -156,6 +157,8 @@ class Measured:
     freed: float = 0
     shared: float = 0
     near: float = 0.002
+    loaded: float = 0.005
+    planned: str = ""
 
 
 SERVED: dict[str, tuple[dict[str, Any], Measured]] = {
@@ -196,9 +199,14 @@ SERVED: dict[str, tuple[dict[str, Any], Measured]] = {
             "gpu_memory_utilization": 0.2128,
             "enable_prefix_caching": True,
         },
-        # As much as 1 x 8192, to 512 bytes: what two ranks have at their peak is
+        # 15 x 546 took as much, to 512 bytes: what two ranks have at their peak is
         # another part, of 10 MiB more, which the plan does not know of.
-        Measured(3318.6, 880.1, "15 x 546", 77.8, 1131.6, 5_584_213, near=0.012),
+        Measured(
+            *(3318.6, 880.1, "1 x 8192", 77.8, 1131.6, 5_584_213),
+            near=0.012,
+            loaded=0.007,
+            planned="15 x 546",
+        ),
     ),
     "8 layers with a draft": (
         {"model": "hybrid8", "max_num_seqs": 128, "draft": "8"},
@@ -241,10 +249,10 @@ def test_the_plan_is_what_starting_measures(
     served: dict[str, dict[str, Any]], case: str
 ) -> None:
     plan, measured = served[case], SERVED[case][1]
-    assert plan["weights"] / MIB == pytest.approx(measured.weights, rel=0.007)
+    assert plan["weights"] / MIB == pytest.approx(measured.weights, rel=measured.loaded)
     peak = measured.peak - measured.freed
     assert plan["activation"] / MIB == pytest.approx(peak, rel=measured.near)
-    assert plan["activation_shape"] == measured.batch
+    assert plan["activation_shape"] == (measured.planned or measured.batch)
     buffers = measured.buffers - measured.shared
     assert plan["resident"] / MIB == pytest.approx(buffers, abs=10)
     assert plan["outside"] / MIB == pytest.approx(measured.what_else, abs=125)

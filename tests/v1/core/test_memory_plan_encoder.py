@@ -23,7 +23,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from vllm.v1.core.memory_plan import encoder, planner
+from vllm.v1.core.memory_plan import encoder, planner, sizes
 from vllm.v1.core.memory_plan.activations import Line, Part, Sizes
 from vllm.v1.core.memory_plan.encoder import (
     NOT_RUN,
@@ -99,7 +99,10 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         "tiny": dict(engine=engine("tiny", max_model_len=2_048)),
         "tiny FP8": dict(engine=engine("tiny FP8", max_model_len=2_048)),
     }
-    return dict(zip(of, run_plans(["h200"], list(of.values()))))
+    made = dict(zip(of, run_plans(["h200"], list(of.values()))))
+    # Its rotary embedding takes another path, and it has no other attention.
+    (made["on a V100"],) = run_plans(["v100-32gb"], [dict(engine=engine("images"))])
+    return made
 
 
 @pytest.mark.parametrize("case", MEASURED)
@@ -115,6 +118,14 @@ def test_the_peaks_that_an_h200_measured(
     assert plan["resident"] / MIB == pytest.approx(192, abs=1)
     assert plan["weights"] / MIB == pytest.approx(7_456, rel=0.01)
     assert plan["budget"] / MIB == pytest.approx(measured["budget"], rel=0.005)
+    assert plan["notes"] == []
+
+
+def test_a_v100_has_the_same_peak(plans: dict[str, dict[str, Any]]) -> None:
+    name = "1 x 8192 with 1 image"
+    plan, other = plans["on a V100"], plans["images"]
+    size, expected = (dict(p["shapes"])[name] for p in (plan, other))
+    assert size / MIB == pytest.approx(expected / MIB, abs=1)
     assert plan["notes"] == []
 
 
@@ -198,6 +209,52 @@ def test_changed_settings_change_the_items(plans: dict[str, dict[str, Any]]) -> 
     # No request has it, and start-up runs the encoder alone.
     assert replanned["short"]["multimodal encoder"] == highest
     assert replanned["fp8"][name] == highest
+
+
+@pytest.mark.parametrize(
+    ("second", "images", "embeds", "draft", "values"),
+    [
+        (True, False, False, None, 0),
+        (True, False, True, None, 64),
+        (True, True, False, None, 64),
+        # A draft's hidden states, and embeddings where it takes items too.
+        (True, True, False, "text", 64 + 32),
+        (True, True, False, "items", 64 + 32 + 32),
+        (True, False, False, "items", 32),
+        (True, True, False, "dflash", 64 + 32),
+        # The first runner has them for every model, and so has its proposer.
+        (False, False, False, None, 64),
+        (False, True, False, "text", 64 + 64 + 32),
+    ],
+)
+def test_buffers_of_embeddings(
+    monkeypatch: pytest.MonkeyPatch,
+    second: bool,
+    images: bool,
+    embeds: bool,
+    draft: str | None,
+    values: int,
+) -> None:
+    """Hidden states of 32 values, embeddings of 64; a token's, in FP16."""
+    group = SimpleNamespace(is_first_rank=True)
+    monkeypatch.setattr(sizes, "get_pp_group", lambda: group)
+    model_config = SimpleNamespace(
+        get_hidden_size=lambda: 32,
+        get_inputs_embeds_size=lambda: 64,
+        supports_multimodal_inputs=images,
+        enable_prompt_embeds=embeds,
+    )
+    method = "dflash" if draft == "dflash" else "mtp"
+    config: Any = SimpleNamespace(
+        model_config=model_config,
+        use_v2_model_runner=second,
+        speculative_config=draft and SimpleNamespace(method=method),
+    )
+    module: Any = draft and torch.nn.Module()
+    if module is not None:
+        takes = draft != "text"
+        monkeypatch.setattr(sizes, "supports_multimodal_embeddings", lambda _: takes)
+    assert sizes._resident_token(config, module, 2) == 2 * values
 
 
 # ---------------------------------------------------------------------------

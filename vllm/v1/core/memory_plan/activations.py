@@ -113,7 +113,7 @@ class Sizes:
         second_runner: whether the second model runner samples.
         workspaces: of the experts; they share one.
         resident_token: bytes for each token of the longest step of buffers that
-            stay: a draft's hidden states.
+            stay: a draft's hidden states, embeddings.
         resident: bytes that stay whatever the step: weights that a draft merges.
         attention: names of attention layers, and the bytes that their backend keeps
             for each KV cache group that has such a layer.
@@ -195,7 +195,7 @@ def peak_of(sizes: Sizes, shapes: Iterable[Shape]) -> Peak:
 
 
 def resident_bytes(sizes: Sizes, tokens: int) -> int:
-    """Bytes that stay behind: the tiles' scratch, workspaces, a draft's buffers."""
+    """Bytes that stay behind: the tiles' scratch, workspaces, buffers of a step."""
     scratch = [
         _plan(t, tokens, sizes.itemsize)[0] for p in sizes.parts for t in p.tiled
     ]

@@ -12,7 +12,6 @@ room for, which would run out of memory under load.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -125,8 +124,11 @@ def admit(
 def _refusal(planner: Planner, plan: MemoryPlan) -> str:
     from vllm.v1.core.memory_plan.table import format_plan
 
-    with contextlib.suppress(Exception):  # There are remedies without it.
+    try:
         planner = planner.with_encoders()
+    except Exception as error:
+        # There are remedies without it.
+        logger.debug("No encoder in the remedies: %r", error, exc_info=True)
     try:
         plan = planner.with_remedies()
     except Exception as error:

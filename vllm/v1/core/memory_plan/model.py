@@ -80,8 +80,12 @@ def plan_models(
 
     """
     stages = vllm_config.parallel_config.pipeline_parallel_size
+    # The first runner profiles the encoder in every stage, and charges it there.
+    first_only = vllm_config.use_v2_model_runner
     return [
-        _plan_stage(copy_config(vllm_config), stage, with_encoder and not stage)
+        _plan_stage(
+            copy_config(vllm_config), stage, with_encoder and not (stage and first_only)
+        )
         for stage in range(stages)
     ]
 
@@ -298,6 +302,8 @@ class _Group:
         return tensor if self.world_size == 1 else torch.empty_like(tensor)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        if self.world_size == 1:
+            return tensor
         return torch.cat([tensor] * self.world_size, dim)
 
 

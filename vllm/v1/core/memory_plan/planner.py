@@ -360,7 +360,7 @@ class Planner:
             max_model_len=config.model_config.max_model_len,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-            notes=ranks[worst].notes,
+            notes=tuple(dict.fromkeys(note for rank in ranks for note in rank.notes)),
         )
 
     def _build(self, changes: Changes) -> tuple[VllmConfig, list[Rank]]:
@@ -867,10 +867,9 @@ def planned_figures(
         if config.parallel_config.world_size > 1:
             outside += COMMUNICATOR_BYTES
     all_groups = groups_of(config, [rank.specs for rank in ranks])
-    encoded = [
-        encoded_of(config, rank.encoder, limits) if rank.encoder else None
-        for rank in ranks
-    ]
+    encoders = {rank.encoder for rank in ranks if rank.encoder}
+    made = {sizes: encoded_of(config, sizes, limits) for sizes in encoders}
+    encoded = [made.get(rank.encoder) if rank.encoder else None for rank in ranks]
 
     def peaks_of(batch: Batch) -> list[Peak]:
         """Each rank's peak of it, next to a full encoder cache."""

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.interfaces import supports_multimodal_embeddings
 from vllm.utils.math_utils import cdiv, next_power_of_2
 from vllm.v1.core.memory_plan.activations import (
     Line,
@@ -107,13 +108,30 @@ def read_sizes(
 def _resident_token(
     config: VllmConfig, draft: torch.nn.Module | None, itemsize: int
 ) -> int:
-    """Bytes for each token of buffers: the draft's hidden states, and embeddings
-    where a step's prompts may have multimodal items."""
+    """Bytes for each token of buffers: the draft's hidden states, and embeddings.
+
+    The first runner has embeddings for every model, and its proposer too. The second
+    has them where prompts may come with multimodal items or as embeddings, and again
+    for a draft that takes the former.
+    """
     model_config = config.model_config
-    rows = model_config.get_hidden_size() if draft is not None else 0
-    if model_config.supports_multimodal_inputs and get_pp_group().is_first_rank:
-        rows += model_config.get_inputs_embeds_size()
-    return rows * itemsize
+    hidden = model_config.get_hidden_size()
+    embedding = model_config.get_inputs_embeds_size()
+    multimodal = model_config.supports_multimodal_inputs
+    if not config.use_v2_model_runner:
+        own, drafts = embedding, embedding
+    else:
+        first = get_pp_group().is_first_rank
+        takes = (multimodal and first) or model_config.enable_prompt_embeds
+        own = embedding if takes else 0
+        drafts = hidden if multimodal and _takes_items(config, draft) else 0
+    return (own + (hidden + drafts if draft is not None else 0)) * itemsize
+
+
+def _takes_items(config: VllmConfig, draft: torch.nn.Module | None) -> bool:
+    spec = config.speculative_config
+    block = spec is not None and spec.method in _BLOCK_DRAFTS
+    return draft is not None and not block and supports_multimodal_embeddings(draft)
 
 
 def _residual_copies(config: VllmConfig, model: torch.nn.Module) -> int:
