@@ -73,7 +73,7 @@ class Row:
         lost: questions answered right only with the feature off.
         identical: whether every token was the same.
         identical_promised: whether it had to be.
-        pairs: the ratios of each pair of servers that was measured.
+        pairs: ratio and spread of each pair of servers that was measured.
         on, off: the last pair's medians.
         ratio: with the feature on, how much worse; above one is worse.
         spread: how far the control's own runs are apart; see ``bench.spread``.
@@ -92,7 +92,7 @@ class Row:
     right_off: int = 0
     lost: list[str] = field(default_factory=list)
     identical: bool = True
-    pairs: list[Speed] = field(default_factory=list)
+    pairs: list[tuple[Speed, Speed]] = field(default_factory=list)
     on: Speed | None = None
     off: Speed | None = None
     ratio: Speed | None = None
@@ -224,7 +224,7 @@ def measure(row: Row, on: Server, off: Server, tokenizer: Path, plan: Plan) -> N
     row.on, row.off = bench.medians(runs[True]), bench.medians(runs[False])
     row.ratio = bench.ratios(row.on, row.off)
     row.spread = bench.spread(runs[False])
-    row.pairs.append(row.ratio)
+    row.pairs.append((row.ratio, row.spread))
 
 
 def too_slow(row: Row, limit: float) -> list[str]:
@@ -326,6 +326,9 @@ def gate(
                 measure(row, on, off, tokenizer, plan)
         while len(row.pairs) < plan.pairs and (slow := too_slow(row, plan.limit)):
             print("    again, on new servers: " + "; ".join(slow), flush=True)
+            for one in ahead or ():
+                # What it still gives back would be in the new ones' profile.
+                one.stop()
             with ExitStack() as stack:
                 # The other one starts first.
                 off, on = (

@@ -56,7 +56,11 @@ def world(monkeypatch, tmp_path):
                 raise DemoError(f"{spoilt.dead.pop(0)} ended", log)
 
         yield SimpleNamespace(
-            url=side, log=log, wait=wait, terminate=lambda: spoilt.ended.append(side)
+            url=side,
+            log=log,
+            wait=wait,
+            terminate=lambda: spoilt.ended.append(side),
+            stop=lambda: spoilt.ended.append(f"{side} of {len(spoilt.started)}"),
         )
         spoilt.left.append(side)
 
@@ -149,7 +153,7 @@ def test_what_is_slow_is_measured_again_on_new_servers(world, capsys):
     status, report = world.go("--runs=3")
     assert status == 0
     (row,) = report["rows"]
-    assert [pair["tpot_ms"] for pair in row["pairs"]] == [1.5, 0.9]
+    assert [ratio["tpot_ms"] for ratio, _ in row["pairs"]] == [1.5, 0.9]
     assert row["ratio"]["tpot_ms"] == 0.9
     assert row["asked"] == 8  # its answers are not asked for again
     # The first pair has ended before the second starts, the control first.
@@ -163,6 +167,14 @@ def test_what_is_slow_is_measured_again_on_new_servers(world, capsys):
     said = capsys.readouterr().out
     assert "again, on new servers: throughput 1.500 times worse" in said
     assert "| pass, 2 pairs of servers |" in said
+
+
+def test_servers_that_started_ahead_have_ended_before_new_ones_start(world):
+    """What they give back would be in the new ones' profile of memory."""
+    world.slower = 1.5
+    assert world.go("--runs=3", "--at-once=2")[0] == 1
+    assert world.ended[:4] == ["on", "off", "on of 2", "off of 2"]
+    assert world.waited[-2:] == [("a-feature-2-off", 3), ("a-feature-2-on", 4)]
 
 
 def test_what_is_slow_on_every_pair_fails(world):
