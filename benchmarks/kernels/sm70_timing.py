@@ -47,8 +47,8 @@ def time_in_turns(
 
     Args:
         kinds: what to time; the calls of each.
-        repeats: calls in a measurement, rounded down to whole rounds of a kind but
-            at least one.
+        repeats: calls of a kind in a replay, on a CPU in all; rounded down to whole
+            rounds but at least one.
         device: where the calls run.
 
     """
