@@ -53,7 +53,7 @@ class PlannedModel:
         draft_bytes: of these, what the draft adds.
         specs: each layer's KV-cache spec, as a worker would report it.
         sizes: what the activation formulae take.
-        encoder: of a multimodal model's first stage.
+        encoder: of a stage that start-up runs a multimodal encoder in.
 
     """
 
