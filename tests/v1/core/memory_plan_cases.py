@@ -15,25 +15,20 @@ from typing import Any
 from unittest import mock
 
 
-def _tokenizer(folder: Path, media: dict[str, str] | None = None) -> None:
+def _tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    media = media or {}
-    added = ["<|endoftext|>", "<|mask|>", *media.values()]
-    vocab = {c: i for i, c in enumerate([*alphabet, *added])}
+    vocab = {c: i for i, c in enumerate([*alphabet, "<|endoftext|>", "<|mask|>"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.add_special_tokens(list(media.values()))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|endoftext|>",
         "pad_token": "<|endoftext|>",
     }
-    if media:
-        settings |= {"extra_special_tokens": media} | media
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -176,96 +171,6 @@ def moe_30b() -> dict[str, Any]:
             weight_block_size=[128, 128],
         ),
     )
-
-
-MEDIA = {
-    "vision_start_token": "<|vision_start|>",
-    "vision_end_token": "<|vision_end|>",
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-}
-
-
-def multimodal(layers: int = 8, *, tiny: bool = False) -> dict[str, Any]:
-    """Qwen3.5-27B with its vision tower; ``tiny`` is a few hundred KiB of it."""
-    text = hybrid_27b(layers)
-    quantization = text.pop("quantization_config")
-    quantization["ignore"] += ["*visual*"]
-    vision = dict(
-        model_type="qwen3_5_vision",
-        depth=27,
-        hidden_size=1152,
-        intermediate_size=4304,
-        num_heads=16,
-        num_position_embeddings=2304,
-        in_channels=3,
-        hidden_act="gelu_pytorch_tanh",
-        patch_size=16,
-        spatial_merge_size=2,
-        temporal_patch_size=2,
-        out_hidden_size=5120,
-    )
-    sections = [11, 11, 10]
-    if tiny:
-        quantization, sections = None, [3, 3, 2]
-        text |= dict(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=256,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            linear_key_head_dim=64,
-            linear_value_head_dim=64,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-        )
-        vision |= dict(
-            depth=2,
-            hidden_size=64,
-            intermediate_size=128,
-            num_heads=2,
-            num_position_embeddings=64,
-            out_hidden_size=128,
-        )
-    text["rope_parameters"] |= dict(mrope_section=sections, mrope_interleaved=True)
-    config = dict(
-        architectures=["Qwen3_5ForConditionalGeneration"],
-        model_type="qwen3_5",
-        dtype=text["dtype"],
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=False,
-        **{f"{name}_id": 258 + i for i, name in enumerate(MEDIA)},
-    )
-    return config | ({"quantization_config": quantization} if quantization else {})
-
-
-def write_multimodal(
-    folder: Path, config: dict[str, Any], image_tokens: int, video_tokens: int
-) -> Path:
-    """The same with processors: an image has at most ``image_tokens``, each of 32 x
-    32 pixels, and a video of two frames ``video_tokens``."""
-    write_model(folder, config)
-    _tokenizer(folder, MEDIA)
-    common = dict(
-        patch_size=16,
-        temporal_patch_size=2,
-        merge_size=2,
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-        processor_class="Qwen3VLProcessor",
-    )
-    kinds = {
-        "": ("image", "Qwen2VLImageProcessorFast", image_tokens * 32 * 32),
-        "video_": ("video", "Qwen3VLVideoProcessor", video_tokens * 32 * 32 * 2),
-    }
-    for prefix, (kind, processor, pixels) in kinds.items():
-        size = dict(shortest_edge=min(4096, pixels), longest_edge=pixels)
-        values = common | {f"{kind}_processor_type": processor, "size": size}
-        (folder / f"{prefix}preprocessor_config.json").write_text(json.dumps(values))
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
 
 
 MODELS = {

@@ -16,6 +16,7 @@ import torch
 
 import tests.v1.core.memory_plan_cases as cases
 from tests.v1.core.test_memory_plan_cards import run_plans
+from tests.v1.worker.vision_checkpoint import TOWER, multimodal, write_multimodal
 from vllm.model_executor.custom_op import CustomOp
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -58,13 +59,13 @@ MEASURED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("models")
-    large, tiny = cases.multimodal(), cases.multimodal(4, tiny=True)
-    cases.write_multimodal(folder / "images", large, 16_384, 12_288)
-    cases.write_multimodal(folder / "videos", large, 4_096, 12_288)
-    cases.write_multimodal(folder / "tiny", tiny, 256, 200)
+    large, tiny = multimodal(cases.hybrid_27b(8), TOWER), multimodal()
+    write_multimodal(folder / "images", large, 16_384, 12_288)
+    write_multimodal(folder / "videos", large, 4_096, 12_288)
+    write_multimodal(folder / "tiny", tiny, 256, 200)
     fp8 = dict(quant_method="fp8", activation_scheme="dynamic")
     tiny |= dict(quantization_config=fp8)
-    cases.write_multimodal(folder / "tiny FP8", tiny, 256, 200)
+    write_multimodal(folder / "tiny FP8", tiny, 256, 200)
 
     def engine(model: str, **options: Any) -> dict[str, Any]:
         return dict(

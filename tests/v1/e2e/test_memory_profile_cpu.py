@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 from tests.v1.e2e.test_kv_page_plan_cpu import (  # noqa: F401
     dflash,
@@ -24,18 +23,22 @@ from tests.v1.e2e.test_kv_page_plan_cpu import (  # noqa: F401
     prompt,
     should_do_global_cleanup_after_test,
     windowed,
-    write_tokenizer,
+)
+from tests.v1.worker.vision_checkpoint import (
+    IMAGE,
+    TINY_WIDTH,
+    VISION_END,
+    VISION_START,
+    multimodal,
+    write_multimodal,
 )
 
 pytestmark = pytest.mark.slow
 
 ENGINE = Path(__file__).parents[1] / "worker" / "profiled_cpu_engine.py"
 PROMPTS = [prompt(70), prompt(300, 1)]
-VISION_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
-VISION_START, IMAGE, VISION_END, VIDEO = range(258, 262)
 IMAGE_TOKENS, VIDEO_TOKENS = 60, 16
 """Of the largest ones; a token is of 32 x 32 pixels, in a video of two frames."""
-ENCODER_WIDTH = 128
 
 
 @dataclass(frozen=True)
@@ -167,83 +170,7 @@ def test_sliding_windows_with_a_draft_model(windowed, perfect_draft):  # noqa: F
 def vision(tmp_path_factory) -> Path:
     """The hybrid's layout with a vision tower, without weights."""
     folder = tmp_path_factory.mktemp("vision")
-    write_tokenizer(folder)
-    path = folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.add_special_tokens(VISION_TOKENS)
-    tokenizer.save(str(path))
-    text = dict(
-        model_type="qwen3_5_text",
-        vocab_size=512,
-        hidden_size=ENCODER_WIDTH,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        max_position_embeddings=8192,
-        mamba_ssm_dtype="float32",
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=1e7,
-            partial_rotary_factor=0.25,
-            mrope_section=[4, 2, 2],
-            mrope_interleaved=True,
-        ),
-    )
-    tower = dict(
-        model_type="qwen3_5_vision",
-        depth=2,
-        hidden_size=64,
-        intermediate_size=128,
-        num_heads=2,
-        num_position_embeddings=64,
-        out_hidden_size=ENCODER_WIDTH,
-    )
-    patches = dict(patch_size=16, temporal_patch_size=2, merge_size=2)
-    patches |= dict(image_mean=[0.5] * 3, image_std=[0.5] * 3)
-    files = {
-        "config.json": dict(
-            architectures=["Qwen3_5ForConditionalGeneration"],
-            model_type="qwen3_5",
-            dtype="bfloat16",
-            text_config=text,
-            vision_config=tower,
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
-            vision_start_token_id=VISION_START,
-            vision_end_token_id=VISION_END,
-        ),
-        "preprocessor_config.json": dict(
-            patches,
-            image_processor_type="Qwen2VLImageProcessorFast",
-            size=dict(shortest_edge=1024, longest_edge=1024 * IMAGE_TOKENS),
-        ),
-        "video_preprocessor_config.json": dict(
-            patches,
-            video_processor_type="Qwen3VLVideoProcessor",
-            size=dict(shortest_edge=2048, longest_edge=2048 * VIDEO_TOKENS),
-        ),
-    }
-    for name, values in files.items():
-        (folder / name).write_text(json.dumps(values))
-    settings = folder / "tokenizer_config.json"
-    names = dict(
-        image_token="<|image_pad|>",
-        video_token="<|video_pad|>",
-        vision_start_token="<|vision_start|>",
-        vision_end_token="<|vision_end|>",
-    )
-    chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    known = json.loads(settings.read_text())
-    known |= names | dict(extra_special_tokens=names, chat_template=chat)
-    settings.write_text(json.dumps(known))
-    return folder
+    return write_multimodal(folder, multimodal(), IMAGE_TOKENS, VIDEO_TOKENS)
 
 
 @pytest.mark.parametrize("server", [FIRST, SECOND], ids=["first", "second"])
@@ -260,8 +187,8 @@ def test_a_hybrid_with_a_vision_tower(vision, server):
     profiled, plain = run(server, True, **engine), run(server, False, **engine)
     assert profiled["unsupported"] is None
     images = server.tokens // IMAGE_TOKENS
-    item = 2 * ENCODER_WIDTH * IMAGE_TOKENS
-    cache = 2 * ENCODER_WIDTH * server.tokens
+    item = 2 * TINY_WIDTH * IMAGE_TOKENS
+    cache = 2 * TINY_WIDTH * server.tokens
     assert profiled["encoder"] == [images * item, cache]
     assert profiled["kept"] == images * item
     assert profiled["steps"][-2:] == [[images, server.tokens]] * 2
