@@ -15,28 +15,13 @@ from typing import Any
 from unittest import mock
 
 
-def _tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate([*alphabet, "<|endoftext|>", "<|mask|>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
     """A folder with a configuration and a tokenizer, and no weights."""
+    from tests.v1.byte_tokenizer import write_tokenizer
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    _tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -27,6 +26,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from tests.v1.byte_tokenizer import write_tokenizer
 from vllm.platforms import current_platform
 
 VOCAB, HIDDEN, FFN, HEAD = 512, 128, 256, 64
@@ -146,21 +146,6 @@ class Served:
 
 
 Serve = Callable[..., Served]
-
-
-def write_tokenizer(folder: Path) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {c: i for i, c in enumerate([*alphabet, "<|endoftext|>", "<|mask|>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

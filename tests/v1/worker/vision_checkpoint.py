@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.v1.byte_tokenizer import write_tokenizer
 
 MEDIA = {
     "vision_start_token": "<|vision_start|>",
@@ -109,7 +109,7 @@ def write_multimodal(
     ``video_tokens``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    _write_tokenizer(folder)
+    write_tokenizer(folder, MEDIA)
     common = dict(
         patch_size=16,
         temporal_patch_size=2,
@@ -128,22 +128,3 @@ def write_multimodal(
         (folder / f"{prefix}preprocessor_config.json").write_text(json.dumps(values))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
-
-
-def _write_tokenizer(folder: Path) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = [*alphabet, "<|endoftext|>", "<|mask|>", *MEDIA.values()]
-    vocab = {name: i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.add_special_tokens(list(MEDIA.values()))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=MEDIA,
-        **MEDIA,
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
