@@ -452,11 +452,11 @@ def test_remedies_at_start_up_know_the_encoder(monkeypatch: pytest.MonkeyPatch) 
     stages = [Rank(0, {}, 1, Sizes(2), found), Rank(2, {}, 1, Sizes(2))]
     monkeypatch.setattr(planner, "_make", lambda config: (config, stages))
     running = Planner(config, ranks, Device("a card", 1))  # type: ignore[arg-type]
-    monkeypatch.setattr(planner, "is_planned", lambda config: True)
+    monkeypatch.setattr(planner, "profiles_encoder", lambda config: True)
     encoders = [rank.encoder for rank in running.with_encoders().ranks]
     assert encoders == [found, found, None, None]
     # Start-up measured an encoder that cannot be run here.
     stages[0] = replace(stages[0], encoder=EncoderSizes(10))
     assert {rank.encoder for rank in running.with_encoders().ranks} == {None}
-    monkeypatch.setattr(planner, "is_planned", lambda config: False)
+    monkeypatch.setattr(planner, "profiles_encoder", lambda config: False)
     assert running.with_encoders() is running

@@ -115,16 +115,6 @@ def _bytes(peak: Peak) -> int:
     return peak.bytes
 
 
-def is_planned(config: VllmConfig) -> bool:
-    """Whether start-up profiles an encoder."""
-    multimodal = config.model_config.multimodal_config
-    return bool(
-        config.model_config.supports_multimodal_inputs
-        and multimodal is not None
-        and not multimodal.skip_mm_profiling
-    )
-
-
 def _budget(config: VllmConfig) -> MultiModalBudget | None:
     """Upstream's budget; None where no item passes through the encoder."""
     budget = MultiModalBudget(config, MULTIMODAL_REGISTRY, enable_cache=False)

@@ -27,8 +27,8 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import round_up
 from vllm.v1.core.memory_plan.activations import Sizes
-from vllm.v1.core.memory_plan.encoder import EncoderSizes, is_planned, read_encoder
-from vllm.v1.core.memory_plan.sizes import read_sizes
+from vllm.v1.core.memory_plan.encoder import EncoderSizes, read_encoder
+from vllm.v1.core.memory_plan.sizes import profiles_encoder, read_sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.memory_profile import limits_of
 
@@ -148,7 +148,7 @@ def _plan_stage(config: VllmConfig, stage: int, with_encoder: bool) -> PlannedMo
             specs = _kv_cache_specs(config)
             _resolve_layout(config, specs)
         encoder = None
-        if with_encoder and is_planned(config):
+        if with_encoder and profiles_encoder(config):
             encoder = read_encoder(config, target, limits_of(config))
         return PlannedModel(
             config=config,

@@ -31,8 +31,9 @@ from vllm.v1.core.memory_plan.activations import (
     resident_bytes,
     sampler_bytes,
 )
-from vllm.v1.core.memory_plan.encoder import EncoderSizes, encoded_of, is_planned
+from vllm.v1.core.memory_plan.encoder import Encoded, EncoderSizes, encoded_of
 from vllm.v1.core.memory_plan.model import copy_config, plan_models
+from vllm.v1.core.memory_plan.sizes import profiles_encoder
 from vllm.v1.core.memory_plan.table import KvNeed, MemoryPlan, Remedy
 from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
@@ -256,14 +257,14 @@ class Planner:
             Exception: whatever making the model raises when serving.
 
         """
-        if not is_planned(self.config):
+        if not profiles_encoder(self.config):
             return self
         _, stages = _make(self._pristine)
-        found = [s.encoder if s.encoder and s.encoder.peak else None for s in stages]
-        count = len(self.ranks)
         ranks = [
-            replace(rank, encoder=found[i * len(found) // count])
-            for i, rank in enumerate(self.ranks)
+            replace(rank, encoder=made.encoder)
+            if made.encoder and made.encoder.peak
+            else rank
+            for rank, made in self._with_stages(stages)
         ]
         return Planner(self.config, ranks, self.device, self._pristine, self.measured)
 
@@ -366,14 +367,18 @@ class Planner:
     def _build(self, changes: Changes) -> tuple[VllmConfig, list[Rank]]:
         if not changes.rebuild:
             return self.config, self.ranks
-        changed_config = changed(self._pristine, changes)
-        config, stages = _make(changed_config, with_encoder=False)
-        count = len(self.ranks)
-        # One was made for each pipeline stage; the ranks of a stage are alike.
+        config, stages = _make(changed(self._pristine, changes), with_encoder=False)
         return config, [
-            replace(
-                stages[i * len(stages) // count], rank=rank.rank, encoder=rank.encoder
-            )
+            replace(made, rank=rank.rank, encoder=rank.encoder)
+            for rank, made in self._with_stages(stages)
+        ]
+
+    def _with_stages(self, stages: Sequence[Rank]) -> list[tuple[Rank, Rank]]:
+        """Each rank and its pipeline stage, of which one was made: ranks of a stage
+        are alike."""
+        count = len(self.ranks)
+        return [
+            (rank, stages[i * len(stages) // count])
             for i, rank in enumerate(self.ranks)
         ]
 
@@ -867,9 +872,12 @@ def planned_figures(
         if config.parallel_config.world_size > 1:
             outside += COMMUNICATOR_BYTES
     all_groups = groups_of(config, [rank.specs for rank in ranks])
-    encoders = {rank.encoder for rank in ranks if rank.encoder}
-    made = {sizes: encoded_of(config, sizes, limits) for sizes in encoders}
-    encoded = [made.get(rank.encoder) if rank.encoder else None for rank in ranks]
+    # Once for ranks that are alike.
+    made: dict[EncoderSizes | None, Encoded | None] = {
+        sizes: encoded_of(config, sizes, limits) if sizes else None
+        for sizes in {rank.encoder for rank in ranks}
+    }
+    encoded = [made[rank.encoder] for rank in ranks]
 
     def peaks_of(batch: Batch) -> list[Peak]:
         """Each rank's peak of it, next to a full encoder cache."""

@@ -118,20 +118,34 @@ def _resident_token(
     hidden = model_config.get_hidden_size()
     embedding = model_config.get_inputs_embeds_size()
     multimodal = model_config.supports_multimodal_inputs
-    if not config.use_v2_model_runner:
-        own, drafts = embedding, embedding
-    else:
-        first = get_pp_group().is_first_rank
-        takes = (multimodal and first) or model_config.enable_prompt_embeds
-        own = embedding if takes else 0
-        drafts = hidden if multimodal and _takes_items(config, draft) else 0
-    return (own + (hidden + drafts if draft is not None else 0)) * itemsize
-
-
-def _takes_items(config: VllmConfig, draft: torch.nn.Module | None) -> bool:
+    first_runner = not config.use_v2_model_runner
+    takes = (
+        first_runner
+        or (multimodal and get_pp_group().is_first_rank)
+        or model_config.enable_prompt_embeds
+    )
+    own = embedding if takes else 0
+    if draft is None:
+        return own * itemsize
     spec = config.speculative_config
     block = spec is not None and spec.method in _BLOCK_DRAFTS
-    return draft is not None and not block and supports_multimodal_embeddings(draft)
+    if first_runner:
+        drafts = embedding
+    elif multimodal and not block and supports_multimodal_embeddings(draft):
+        drafts = hidden
+    else:
+        drafts = 0
+    return (own + hidden + drafts) * itemsize
+
+
+def profiles_encoder(config: VllmConfig) -> bool:
+    """Whether start-up profiles a multimodal encoder."""
+    multimodal = config.model_config.multimodal_config
+    return (
+        config.model_config.supports_multimodal_inputs
+        and multimodal is not None
+        and not multimodal.skip_mm_profiling
+    )
 
 
 def _residual_copies(config: VllmConfig, model: torch.nn.Module) -> int:
@@ -399,10 +413,7 @@ def _logits(model: torch.nn.Module, vocab: int) -> int:
 
 
 def _notes(config: VllmConfig) -> Iterator[str]:
-    model_config = config.model_config
-    multimodal = model_config.multimodal_config
-    skips = multimodal is not None and multimodal.skip_mm_profiling
-    if skips and model_config.supports_multimodal_inputs:
+    if config.model_config.supports_multimodal_inputs and not profiles_encoder(config):
         yield (
             "the multimodal encoder's activations and its cache are not in the plan "
             "(--skip-mm-profiling)"
