@@ -24,20 +24,21 @@ win is the place for VLLM_SM70_SMALL_BATCH.
 On CUDA, calls are captured into a graph, so that launches on the host cost nothing;
 inputs and outputs rotate, and so do weights while they would fit the L2 cache.
 Each time is the median of several replays; what a row compares takes
-turns, a replay each. On the CPU calls are timed one by one and peaks are not
-measured.
+turns, a replay each, and the ratio to untiled has its standard error with it. On
+the CPU calls are timed one by one and peaks are not measured.
 """
 
 import argparse
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sm70_timing import copy_rate, time_in_turns
+from sm70_timing import REPLAYS, Timing, copy_rate, time_in_turns
 
 from vllm.model_executor.kernels.linear.sm70 import linear, ops
 from vllm.model_executor.kernels.linear.sm70.scratch import reset_scratch
@@ -92,6 +93,8 @@ class Machine:
     device: torch.device
     name: str
     repeats: int
+    replays: int = REPLAYS
+    rest_s: float = 0.0
     copy_bytes_per_s: float = 0.0
     operations_per_s: float = 0.0
     l2_bytes: int = 0
@@ -105,12 +108,13 @@ class Machine:
 
     def time(self, calls: Sequence[Callable[[], object]]) -> float:
         """Return the seconds of one call; the calls take turns."""
-        return self.time_in_turns(calls)[0]
+        return self.time_in_turns(calls)[0].seconds
 
-    def time_in_turns(self, *kinds: Sequence[Callable[[], object]]) -> list[float]:
-        """Return the seconds of one call of each kind; the kinds take turns too."""
-        timings = time_in_turns(kinds, self.repeats, self.device)
-        return [timing.seconds for timing in timings]
+    def time_in_turns(self, *kinds: Sequence[Callable[[], object]]) -> list[Timing]:
+        """Time one call of each kind; the kinds take turns too."""
+        return time_in_turns(
+            kinds, self.repeats, self.device, self.replays, self.rest_s
+        )
 
     def peak_bytes(self, call: Callable[[], torch.Tensor]) -> int:
         """Return the most bytes that a call allocates, its result not counted."""
@@ -125,14 +129,21 @@ class Machine:
         return torch.cuda.max_memory_allocated() - before - result.nbytes
 
 
-def measure_machine(device: str, repeats: int, dtype: torch.dtype) -> Machine:
+def ratio_error(one: Timing, other: Timing) -> float:
+    """Return the standard error of the ratio of two independent times."""
+    return one.seconds / other.seconds * math.hypot(one.error, other.error)
+
+
+def measure_machine(
+    device: str, repeats: int, replays: int, dtype: torch.dtype
+) -> Machine:
     on_cuda = device == "cuda"
     name = (
         torch.cuda.get_device_name()
         if on_cuda
         else f"CPU, {torch.get_num_threads()} threads"
     )
-    machine = Machine(torch.device(device), name, repeats)
+    machine = Machine(torch.device(device), name, repeats, replays)
     if on_cuda:
         machine.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     machine.copy_bytes_per_s = copy_rate(machine.repeats, machine.device)
@@ -358,7 +369,7 @@ def run_prefill(machine: Machine, options: argparse.Namespace, report: Report) -
     print(
         f"\n{'prefill':8} TP {'K':>5} {'N':>5} {'M':>5} {'width':>6} lanes bits "
         f"{'tiled ms':>9} {'untiled':>9} {'dense':>9} {'floor':>9} "
-        f"{'/untiled':>8} {'/dense':>7} {'peak MiB':>9} {'untiled':>8}"
+        f"{'/untiled':>8} {'':6} {'/dense':>7} {'peak MiB':>9} {'untiled':>8}"
     )
     for name in options.projections:
         for tp in options.tp:
@@ -391,14 +402,16 @@ def prefill_rows(
             case.outputs[0].fill_(float("nan"))
             case.tiled(plan)[0]()
             same = torch.equal(case.outputs[0], expected)
-            tiled_s, untiled_s, dense_s = machine.time_in_turns(
+            tiled, untiled, cublas = machine.time_in_turns(
                 case.tiled(plan), case.tiled(whole), dense
             )
+            tiled_s, untiled_s, dense_s = tiled[0], untiled[0], cublas[0]
             report.add(
                 f"{p.name:8} {tp:2} {p.depth:5} {p.columns:5} {case.tokens:5} "
                 f"{plan.width:6} {plan.lanes:5} {'same' if same else 'DIFF':4} "
                 f"{tiled_s * 1e3:9.3f} {untiled_s * 1e3:9.3f} {dense_s * 1e3:9.3f} "
                 f"{floor_s * 1e3:9.3f} {tiled_s / untiled_s:8.3f} "
+                f"±{ratio_error(tiled, untiled):5.3f} "
                 f"{tiled_s / dense_s:7.3f} {peak / MIB:9.1f} {whole_peak / MIB:8.1f}",
                 table="prefill",
                 projection=p.name,
@@ -412,6 +425,7 @@ def prefill_rows(
                 tiled_s=tiled_s,
                 untiled_s=untiled_s,
                 dense_s=dense_s,
+                untiled_ratio_error=ratio_error(tiled, untiled),
                 floor_s=floor_s,
                 operations=case.operations,
                 bytes=nbytes,
@@ -442,7 +456,8 @@ def run_decode(machine: Machine, options: argparse.Namespace, report: Report) ->
                     seconds, marlin_s = machine.time(case.packed()), None
                     text = calls
                 else:
-                    seconds, marlin_s = machine.time_in_turns(case.packed(), calls)
+                    packed, marlin = machine.time_in_turns(case.packed(), calls)
+                    seconds, marlin_s = packed.seconds, marlin.seconds
                     text = f"{marlin_s * 1e6:9.1f} {seconds / marlin_s:7.2f}"
                 rate = case.packed_bytes / seconds
                 of_copy = rate / machine.copy_bytes_per_s
@@ -475,9 +490,8 @@ def run_threshold(
                     machine, projection, tokens, options.dtype, options.format
                 )
                 plan = case.plan(options.tile_widths[0], options.lanes[0])
-                packed_s, tiles_s = machine.time_in_turns(
-                    case.packed(), case.tiled(plan)
-                )
+                packed, tiles = machine.time_in_turns(case.packed(), case.tiled(plan))
+                packed_s, tiles_s = packed.seconds, tiles.seconds
                 report.add(
                     f"{p_text(projection, tp, tokens)} {packed_s * 1e6:9.1f} "
                     f"{tiles_s * 1e6:9.1f} {tiles_s / packed_s:12.2f}",
@@ -544,6 +558,17 @@ def main() -> None:
         default=[1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512],
     )
     parser.add_argument("--repeats", type=int, default=12, help="calls in a graph")
+    parser.add_argument(
+        "--replays", type=int, default=REPLAYS, help="of a graph, for each median"
+    )
+    parser.add_argument(
+        "--rest",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="before each replay, so that a card at its power limit runs at its full "
+        "clock; with --repeats 2, for instance, 0.06",
+    )
     parser.add_argument("--json", help="also write the rows to this file")
     options = parser.parse_args()
     options.dtype = DTYPES[options.dtype]
@@ -552,7 +577,10 @@ def main() -> None:
     if reason is not None:
         parser.error(reason)
     torch.manual_seed(0)
-    machine = measure_machine(options.device, options.repeats, options.dtype)
+    machine = measure_machine(
+        options.device, options.repeats, options.replays, options.dtype
+    )
+    machine.rest_s = options.rest
     print(
         f"{machine.name}, torch {torch.__version__}, {options.format} to "
         f"{options.dtype}: copy {machine.copy_bytes_per_s / 1e9:.0f} GB/s, "

@@ -18,11 +18,15 @@ class Timing(NamedTuple):
     Attributes:
         seconds: the median.
         deviation: of the measurement that lies farthest off, as a part of it.
+        error: the median's standard error, as a part of it: 1.25 times the
+            measurements' standard deviation over the root of their number, as for
+            normally distributed ones; 0 of a single one.
 
     """
 
     seconds: float
     deviation: float
+    error: float
 
 
 def time_calls(
@@ -36,29 +40,36 @@ def time_in_turns(
     kinds: Sequence[Sequence[Callable[[], object]]],
     repeats: int,
     device: torch.device | str,
+    replays: int = REPLAYS,
+    rest_s: float = 0.0,
 ) -> list[Timing]:
     """Time kinds of calls against each other, after one round to warm up.
 
     The calls of a kind take turns: several on copies of their weights keep the
     weights out of the caches. So do the kinds, so that a clock that falls as the
-    card warms up falls for all of them. On CUDA the calls of a kind are captured
-    into one graph, so that launches on the host cost nothing, and each measurement
-    is a replay of it.
+    card warms up falls for all of them; every second round in reverse, so that none
+    always comes after one that drew more power. On CUDA the calls of a kind are
+    captured into one graph, so that launches on the host cost nothing, and each
+    measurement is a replay of it.
 
     Args:
         kinds: what to time; the calls of each.
         repeats: calls of a kind in a replay, on a CPU in all; rounded down to whole
             rounds but at least one.
         device: where the calls run.
+        replays: of each kind, on CUDA.
+        rest_s: seconds of idling before each measurement. Large products one after
+            the other meet a card's power limit, which lowers its clock; a few of
+            them after a rest run at the full clock.
 
     """
     for calls in kinds:
         for call in calls:
             call()
     if torch.device(device).type == "cuda":
-        times = _graph_times(kinds, repeats)
+        times = _graph_times(kinds, repeats, replays, rest_s)
     else:
-        times = _host_times(kinds, repeats)
+        times = _host_times(kinds, repeats, rest_s)
     return [_timing(t) for t in times]
 
 
@@ -76,7 +87,17 @@ def copy_rate(repeats: int, device: torch.device | str) -> float:
 
 def _timing(times: Sequence[float]) -> Timing:
     median = statistics.median(times)
-    return Timing(median, max(abs(t / median - 1) for t in times))
+    deviation = statistics.stdev(times) / median if len(times) > 1 else 0.0
+    return Timing(
+        median,
+        max(abs(t / median - 1) for t in times),
+        1.25 * deviation / len(times) ** 0.5,
+    )
+
+
+def _in_turns(count: int, number: int) -> list[int]:
+    """Return the order of `count` kinds in a round, by the round's number."""
+    return list(range(count))[:: -1 if number % 2 else 1]
 
 
 def _rounds(calls: Sequence[Callable[[], object]], repeats: int) -> int:
@@ -84,13 +105,14 @@ def _rounds(calls: Sequence[Callable[[], object]], repeats: int) -> int:
 
 
 def _host_times(
-    kinds: Sequence[Sequence[Callable[[], object]]], repeats: int
+    kinds: Sequence[Sequence[Callable[[], object]]], repeats: int, rest_s: float
 ) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in kinds]
     for i in range(max(_rounds(calls, repeats) for calls in kinds)):
-        for calls, own in zip(kinds, times):
-            if i < _rounds(calls, repeats):
-                own.extend(_host_time(call) for call in calls)
+        for kind in _in_turns(len(kinds), i):
+            if i < _rounds(kinds[kind], repeats):
+                time.sleep(rest_s)
+                times[kind].extend(_host_time(call) for call in kinds[kind])
     return times
 
 
@@ -101,7 +123,10 @@ def _host_time(call: Callable[[], object]) -> float:
 
 
 def _graph_times(
-    kinds: Sequence[Sequence[Callable[[], object]]], repeats: int
+    kinds: Sequence[Sequence[Callable[[], object]]],
+    repeats: int,
+    replays: int,
+    rest_s: float,
 ) -> list[list[float]]:
     graphs = []
     for calls in kinds:
@@ -114,13 +139,15 @@ def _graph_times(
         graph.replay()
         graphs.append((graph, rounds * len(calls)))
     times: list[list[float]] = [[] for _ in kinds]
-    for _ in range(REPLAYS):
-        for (graph, count), own in zip(graphs, times):
+    for i in range(replays):
+        for kind in _in_turns(len(kinds), i):
+            graph, count = graphs[kind]
+            time.sleep(rest_s)
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            own.append(start.elapsed_time(end) / 1e3 / count)
+            times[kind].append(start.elapsed_time(end) / 1e3 / count)
     return times

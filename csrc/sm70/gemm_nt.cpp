@@ -8,7 +8,7 @@
 // cuBLAS's own choice depends on N, and may split K among blocks for a narrow
 // matrix, which changes the order of the additions. Here K is never split, and
 // the algorithm is chosen once for each (M, K, dtype, bias, alignment, GPU), for
-// N = kHeuristicColumns. The workspace is a few bytes from torch's allocator
+// the N of a usual tile. The workspace is a few bytes from torch's allocator
 // (cuBLAS's kernels for Hopper count their tiles in it), so a call can be
 // captured into a CUDA graph after one call outside of it.
 //
@@ -29,13 +29,12 @@
 #include <vector>
 
 #include "cuda_launch.h"
+#include "gemm_plan.h"
 #include "linear_args.h"
 
 namespace vllm::sm70 {
 namespace {
 
-// As wide as a usual tile of a prefill.
-constexpr int64_t kHeuristicColumns = 4096;
 // An algorithm must take all of these: a ragged last tile, a narrow layer, a
 // wide one.
 constexpr int64_t kProbedColumns[] = {8, 24, 264, 3584, 34816, 262144};
@@ -239,7 +238,7 @@ class Plans {
                      reinterpret_cast<const void*>(uintptr_t{4096}));
     };
     for (const auto& candidate :
-         problem(kHeuristicColumns).candidates(handle, key)) {
+         problem(usual_tile_columns(key.k)).candidates(handle, key)) {
       if (candidate.state == CUBLAS_STATUS_SUCCESS &&
           candidate.workspaceSize <= kWorkspaceBytes &&
           keeps_k_whole(candidate.algo) &&

@@ -367,6 +367,7 @@ def test_torch_accepts_the_operators(device: str, make: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tiles_under_torch_compile(device: str) -> None:
+    ops.load()  # which is not for a compiler to trace
     packed, block_scales, scale = (t.to(device) for t in nvfp4_weight(64, 64))
 
     def second_half(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""For which N csrc/sm70/gemm_plan.h has an algorithm chosen: it needs no GPU."""
+
+import ctypes
+
+import pytest
+
+from vllm.model_executor.kernels.linear.sm70.tiling import (
+    MIN_WIDTH,
+    WEIGHT_SCRATCH_BYTES,
+)
+
+from .host_plan import compile_plan
+
+PROGRAM = """
+#include "gemm_plan.h"
+extern "C" long long columns(long long k) {
+  return vllm::sm70::usual_tile_columns(k);
+}
+extern "C" long long bytes() { return vllm::sm70::kTileBytes; }
+extern "C" long long fewest() { return vllm::sm70::kFewestTileColumns; }
+"""
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("plan")
+    return compile_plan(PROGRAM, folder, {"columns": 1, "bytes": 0, "fewest": 0})
+
+
+@pytest.mark.parametrize(
+    ("k", "columns"),
+    [
+        (17408, 1024),  # down at TP1, then TP2 and TP4
+        (8704, 2048),
+        (4352, 4096),
+        (5120, 4096),  # just 40 MiB
+        (5136, 2048),
+        (6144, 2048),
+        (1, 4096),
+        (2**17, 128),
+        (2**40, 128),
+    ],
+)
+def test_the_columns_that_the_buffers_hold(
+    plan: ctypes.CDLL, k: int, columns: int
+) -> None:
+    assert plan.columns(k) == columns
+
+
+def test_tiles_and_their_products_are_planned_for_the_same_memory(
+    plan: ctypes.CDLL,
+) -> None:
+    assert plan.bytes() == WEIGHT_SCRATCH_BYTES
+    assert plan.fewest() == MIN_WIDTH
