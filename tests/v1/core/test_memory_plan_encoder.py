@@ -25,14 +25,14 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.v1.core.memory_plan import encoder, planner, sizes
-from vllm.v1.core.memory_plan.activations import Line, Part, Sizes
+from vllm.v1.core.memory_plan.activations import Line, Part, Peak, Sizes
 from vllm.v1.core.memory_plan.encoder import (
     NOT_RUN,
     EncoderSizes,
     encoded_of,
     read_encoder,
 )
-from vllm.v1.core.memory_plan.planner import Device, Planner, Rank
+from vllm.v1.core.memory_plan.planner import Changes, Device, Planner, Rank, RankFigures
 from vllm.v1.worker.profile_batches import Limits
 
 MIB = 2**20
@@ -89,13 +89,20 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         "more tokens": dict(max_num_batched_tokens=32_768),
         "short": dict(max_model_len=4_096),
         "fp8": dict(kv_cache_dtype="fp8"),
+        "text only": dict(text_only=True),
     }
+    # For weights, a step of text and a request of 32,768 tokens.
+    tight = dict(gpu_memory_utilization=9_000 / 143_156)
     of: dict[str, dict[str, Any]] = {
         "images": dict(engine=engine("images"), changes=changes),
         "videos": dict(engine=engine("videos")),
         "text only": dict(engine=engine("images", **none)),
         "skipped": dict(engine=engine("images", skip_mm_profiling=True)),
         "fails": dict(engine=engine("images"), fails=f"{model}.embed_multimodal"),
+        "tight": dict(engine=engine("images", **tight)),
+        "typed": dict(
+            engine=engine("images", **tight | dict(language_model_only=True))
+        ),
         "two ranks": dict(engine=engine("images", tensor_parallel_size=2)),
         "tiny": dict(engine=engine("tiny", max_model_len=2_048)),
         "tiny FP8": dict(engine=engine("tiny FP8", max_model_len=2_048)),
@@ -157,6 +164,23 @@ def test_no_encoder_without_multimodal_inputs(plans: dict[str, dict[str, Any]]) 
     assert plan["weights"] < plans["images"]["weights"] - 800 * MIB
     kept = plans["images"]["resident"] - plan["resident"]
     assert kept == 8_192 * 5_120 * 2 + planner.ENCODER_LIBRARY_BYTES
+
+
+def test_a_plan_without_the_encoder(plans: dict[str, dict[str, Any]]) -> None:
+    """The same as for a limit of no images and no videos."""
+    plan = plans["images"]["replanned"]["text only"]
+    for figure in ("weights", "resident", "shapes", "budget", "notes", "kv"):
+        assert plan[figure] == plans["text only"][figure]
+
+
+def test_no_images_are_a_remedy(plans: dict[str, dict[str, Any]]) -> None:
+    tight, typed = plans["tight"], plans["typed"]
+    assert not tight["fits"]
+    (remedy,) = [r for r in tight["remedies"] if "--language" in r["settings"]]
+    less = (tight["weights"] - typed["weights"]) / MIB
+    assert remedy["settings"] == "--language-model-only"
+    assert f"weights {less:,.1f} MiB less" in remedy["effect"]
+    assert typed["fits"]
 
 
 def test_an_encoder_that_start_up_does_not_profile(
@@ -460,3 +484,36 @@ def test_remedies_at_start_up_know_the_encoder(monkeypatch: pytest.MonkeyPatch) 
     assert {rank.encoder for rank in running.with_encoders().ranks} == {None}
     monkeypatch.setattr(planner, "profiles_encoder", lambda config: False)
     assert running.with_encoders() is running
+
+
+def test_at_start_up_a_remedy_frees_the_weights_of_the_encoder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of what was measured, as many bytes as the made model loses: kernels may have
+    repacked the others."""
+    config, text = SimpleNamespace(), SimpleNamespace()
+    ranks = [Rank(i, {}, 90, Sizes(2)) for i in range(2)]
+    made = [Rank(0, {}, 100, Sizes(2)), Rank(1, {}, 80, Sizes(2))]
+    measured = [RankFigures(i, 95, Peak(10, "a step", "", ())) for i in range(2)]
+    planned = [RankFigures(i, 0, Peak(20, "a step", "", ())) for i in range(2)]
+    monkeypatch.setattr(planner, "_make", lambda config, with_encoder: (config, made))
+    monkeypatch.setattr(planner, "planned_figures", lambda *args: planned)
+    monkeypatch.setattr(planner, "takes_multimodal", lambda config: config is not text)
+    running = Planner(config, ranks, Device("a card", 1), measured=measured)  # type: ignore[arg-type]
+    monkeypatch.setattr(Planner, "_base", planned)
+    left = [replace(made[0], weights=70), replace(made[1], weights=80)]
+    without = running.figures(text, left, 0, None)  # type: ignore[arg-type]
+    assert [figures.weights for figures in without] == [65, 95]
+    shorter = running.figures(SimpleNamespace(), left, 0, None)  # type: ignore[arg-type]
+    assert [figures.weights for figures in shorter] == [95, 95]
+
+
+def test_a_text_model_has_no_encoder_to_do_without() -> None:
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        cache_config=SimpleNamespace(user_specified_block_size=True),
+        model_config=SimpleNamespace(multimodal_config=None),
+        scheduler_config=None,
+    )
+    with pytest.raises(ValueError, match="no multimodal encoder to serve without"):
+        planner.changed(config, Changes(text_only=True))

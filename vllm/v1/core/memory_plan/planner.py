@@ -33,7 +33,7 @@ from vllm.v1.core.memory_plan.activations import (
 )
 from vllm.v1.core.memory_plan.encoder import Encoded, EncoderSizes, encoded_of
 from vllm.v1.core.memory_plan.model import copy_config, plan_models
-from vllm.v1.core.memory_plan.sizes import profiles_encoder
+from vllm.v1.core.memory_plan.sizes import profiles_encoder, takes_multimodal
 from vllm.v1.core.memory_plan.table import KvNeed, MemoryPlan, Remedy
 from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
@@ -90,6 +90,8 @@ class Changes:
     kv_cache_dtype: str | None = None
     num_speculative_tokens: int | None = None
     """0 serves without the draft."""
+    text_only: bool | None = None
+    """True serves a multimodal model without its encoders."""
     utilization: float | None = None
     explicit: int | None = None
     """Bytes of the KV cache; 0 leaves them to the utilization."""
@@ -97,8 +99,8 @@ class Changes:
     @property
     def rebuild(self) -> bool:
         """Whether the model itself has to be made again."""
-        return (
-            self.kv_cache_dtype is not None or self.num_speculative_tokens is not None
+        return self != replace(
+            self, kv_cache_dtype=None, num_speculative_tokens=None, text_only=None
         )
 
     def and_(self, other: Changes) -> Changes:
@@ -130,16 +132,21 @@ class RankFigures:
         used = self.weights + self.activation.bytes + self.resident + self.outside
         return used + self.graphs
 
-    def adjusted(self, base: RankFigures, new: RankFigures) -> RankFigures:
+    def adjusted(
+        self, base: RankFigures, new: RankFigures, freed: int = 0
+    ) -> RankFigures:
         """These measured figures after a change that the formulae take from
         ``base`` to ``new``. The peak is scaled, what stays is shifted. Weights are
-        kept: kernels repack them, so a planned difference is not the real one."""
+        kept but for ``freed`` bytes: kernels repack them, so a planned difference
+        is not the real one."""
+        weights = self.weights - freed
         if not base.activation.bytes:
-            return self  # No sizes to scale by.
+            return replace(self, weights=weights)  # No sizes to scale by.
         peak = new.activation
         ratio = self.activation.bytes / base.activation.bytes
         return replace(
             self,
+            weights=weights,
             resident=max(0, self.resident + new.resident - base.resident),
             activation=replace(peak, bytes=math.ceil(peak.bytes * ratio)),
         )
@@ -282,8 +289,18 @@ class Planner:
         planned = planned_figures(config, ranks, requested, explicit)
         if self.measured is None:
             return planned
-        each = zip(self.measured, self._base, planned)
-        return [measured.adjusted(base, new) for measured, base, new in each]
+        freed = [0] * len(ranks)
+        if takes_multimodal(self.config) and not takes_multimodal(config):
+            # No kernel repacks an encoder's weights unless they are quantized.
+            freed = [w - rank.weights for w, rank in zip(self._made_weights, ranks)]
+        each = zip(self.measured, self._base, planned, freed)
+        return [was.adjusted(base, new, less) for was, base, new, less in each]
+
+    @functools.cached_property
+    def _made_weights(self) -> list[int]:
+        """Each rank's weights before kernels repack them."""
+        _, stages = _make(self._pristine, with_encoder=False)
+        return [made.weights for _, made in self._with_stages(stages)]
 
     @functools.cached_property
     def _base(self) -> list[RankFigures]:
@@ -307,6 +324,7 @@ class Planner:
             Changes(
                 kv_cache_dtype=changes.kv_cache_dtype,
                 num_speculative_tokens=changes.num_speculative_tokens,
+                text_only=changes.text_only,
             )
         )
         config = config if changes == Changes() else changed(config, changes)
@@ -369,7 +387,11 @@ class Planner:
             return self.config, self.ranks
         config, stages = _make(changed(self._pristine, changes), with_encoder=False)
         return config, [
-            replace(made, rank=rank.rank, encoder=rank.encoder)
+            replace(
+                made,
+                rank=rank.rank,
+                encoder=None if changes.text_only else rank.encoder,
+            )
             for rank, made in self._with_stages(stages)
         ]
 
@@ -416,6 +438,7 @@ class Planner:
             self._model_len,
             self._speculative_tokens,
             self._sequences,
+            self._text_only,
         ):
             remedy = self._search(search, plan, aim, Changes())
             if remedy is not None:
@@ -484,6 +507,8 @@ class Planner:
             yield Changes(num_speculative_tokens=0), "(without the draft)"
         if plan.max_num_seqs > 1:
             yield Changes(max_num_seqs=1), "--max-num-seqs 1"
+        if takes_multimodal(self.config):
+            yield Changes(text_only=True), "--language-model-only"
 
     def _explicit(
         self, plan: MemoryPlan, aim: Callable[[MemoryPlan], bool], base: Changes
@@ -620,6 +645,20 @@ class Planner:
                 return change, Remedy(f"--max-num-seqs {count}", "fewer at once")
         return None
 
+    def _text_only(
+        self, plan: MemoryPlan, aim: Callable[[MemoryPlan], bool], base: Changes
+    ) -> tuple[Changes, Remedy] | None:
+        if plan.explicit is not None and not plan.over:
+            return None
+        change = Changes(text_only=True)
+        if not takes_multimodal(self.config) or not self._fits(aim, base, change):
+            return None
+        less = plan.weights - self.plan(base.and_(change)).weights
+        return change, Remedy(
+            "--language-model-only",
+            f"no images, videos or audio: weights {less / MIB:,.1f} MiB less",
+        )
+
 
 def _fits(plan: MemoryPlan) -> bool:
     return plan.fits
@@ -656,7 +695,8 @@ def changed(config: VllmConfig, changes: Changes) -> VllmConfig:
     """A copy of ``config`` with ``changes`` to what the formulae read.
 
     Raises:
-        ValueError: the configuration has no draft to change.
+        ValueError: the configuration has no draft, or no multimodal encoder, to
+            change.
 
     """
     config = copy_config(config)
@@ -697,6 +737,11 @@ def changed(config: VllmConfig, changes: Changes) -> VllmConfig:
             config.speculative_config.num_speculative_tokens = (
                 changes.num_speculative_tokens
             )
+    if changes.text_only:
+        multimodal = config.model_config.multimodal_config
+        if multimodal is None:
+            raise ValueError("there is no multimodal encoder to serve without")
+        multimodal.language_model_only = True
     return config
 
 

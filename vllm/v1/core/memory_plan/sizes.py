@@ -138,11 +138,16 @@ def _resident_token(
     return (own + hidden + drafts) * itemsize
 
 
+def takes_multimodal(config: VllmConfig) -> bool:
+    """Whether a request may have images, videos or audio: the encoder is there."""
+    return config.model_config.supports_multimodal_inputs
+
+
 def profiles_encoder(config: VllmConfig) -> bool:
     """Whether start-up profiles a multimodal encoder."""
     multimodal = config.model_config.multimodal_config
     return (
-        config.model_config.supports_multimodal_inputs
+        takes_multimodal(config)
         and multimodal is not None
         and not multimodal.skip_mm_profiling
     )
@@ -413,7 +418,7 @@ def _logits(model: torch.nn.Module, vocab: int) -> int:
 
 
 def _notes(config: VllmConfig) -> Iterator[str]:
-    if config.model_config.supports_multimodal_inputs and not profiles_encoder(config):
+    if takes_multimodal(config) and not profiles_encoder(config):
         yield (
             "the multimodal encoder's activations and its cache are not in the plan "
             "(--skip-mm-profiling)"
