@@ -24,21 +24,26 @@ win is the place for VLLM_SM70_SMALL_BATCH.
 On CUDA, calls are captured into a graph, so that launches on the host cost nothing;
 inputs and outputs rotate, and so do weights while they would fit the L2 cache.
 Each time is the median of several replays; what a row compares takes
-turns, a replay each, and the ratio to untiled has its standard error with it. On
-the CPU calls are timed one by one and peaks are not measured.
+turns, a replay each; the ratio to untiled is the mean of the rounds' ratios, with
+its standard error. On the CPU calls are timed one by one and peaks are not measured.
 """
 
 import argparse
 import functools
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sm70_timing import REPLAYS, Timing, copy_rate, time_in_turns
+from sm70_timing import (
+    REPLAYS,
+    Timing,
+    copy_rate,
+    ratio_by_rounds,
+    time_in_turns,
+)
 
 from vllm.model_executor.kernels.linear.sm70 import linear, ops
 from vllm.model_executor.kernels.linear.sm70.scratch import reset_scratch
@@ -129,13 +134,8 @@ class Machine:
         return torch.cuda.max_memory_allocated() - before - result.nbytes
 
 
-def ratio_error(one: Timing, other: Timing) -> float:
-    """Return the standard error of the ratio of two independent times."""
-    return one.seconds / other.seconds * math.hypot(one.error, other.error)
-
-
 def measure_machine(
-    device: str, repeats: int, replays: int, dtype: torch.dtype
+    device: str, repeats: int, replays: int, rest_s: float, dtype: torch.dtype
 ) -> Machine:
     on_cuda = device == "cuda"
     name = (
@@ -143,10 +143,10 @@ def measure_machine(
         if on_cuda
         else f"CPU, {torch.get_num_threads()} threads"
     )
-    machine = Machine(torch.device(device), name, repeats, replays)
+    machine = Machine(torch.device(device), name, repeats, replays, rest_s)
     if on_cuda:
         machine.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    machine.copy_bytes_per_s = copy_rate(machine.repeats, machine.device)
+    machine.copy_bytes_per_s = copy_rate(machine.repeats, machine.device, rest_s)
     machine.operations_per_s = product_rate(machine, dtype)
     return machine
 
@@ -405,13 +405,15 @@ def prefill_rows(
             tiled, untiled, cublas = machine.time_in_turns(
                 case.tiled(plan), case.tiled(whole), dense
             )
-            tiled_s, untiled_s, dense_s = tiled[0], untiled[0], cublas[0]
+            tiled_s, untiled_s, dense_s = (
+                timing.seconds for timing in (tiled, untiled, cublas)
+            )
+            ratio, error = ratio_by_rounds(tiled, untiled)
             report.add(
                 f"{p.name:8} {tp:2} {p.depth:5} {p.columns:5} {case.tokens:5} "
                 f"{plan.width:6} {plan.lanes:5} {'same' if same else 'DIFF':4} "
                 f"{tiled_s * 1e3:9.3f} {untiled_s * 1e3:9.3f} {dense_s * 1e3:9.3f} "
-                f"{floor_s * 1e3:9.3f} {tiled_s / untiled_s:8.3f} "
-                f"±{ratio_error(tiled, untiled):5.3f} "
+                f"{floor_s * 1e3:9.3f} {ratio:8.3f} ±{error:5.3f} "
                 f"{tiled_s / dense_s:7.3f} {peak / MIB:9.1f} {whole_peak / MIB:8.1f}",
                 table="prefill",
                 projection=p.name,
@@ -425,7 +427,8 @@ def prefill_rows(
                 tiled_s=tiled_s,
                 untiled_s=untiled_s,
                 dense_s=dense_s,
-                untiled_ratio_error=ratio_error(tiled, untiled),
+                untiled_ratio=ratio,
+                untiled_ratio_error=error,
                 floor_s=floor_s,
                 operations=case.operations,
                 bytes=nbytes,
@@ -515,6 +518,18 @@ def width(text: str) -> int:
     return AUTO_WIDTH if text == "auto" else int(text)
 
 
+def count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return number
+
+
+def seconds(text: str) -> float:
+    if not 0 <= (number := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -557,17 +572,17 @@ def main() -> None:
         type=int,
         default=[1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512],
     )
-    parser.add_argument("--repeats", type=int, default=12, help="calls in a graph")
+    parser.add_argument("--repeats", type=count, default=12, help="calls in a graph")
     parser.add_argument(
-        "--replays", type=int, default=REPLAYS, help="of a graph, for each median"
+        "--replays", type=count, default=REPLAYS, help="of a graph, for each median"
     )
     parser.add_argument(
         "--rest",
-        type=float,
+        type=seconds,
         default=0.0,
         metavar="SECONDS",
-        help="before each replay, so that a card at its power limit runs at its full "
-        "clock; with --repeats 2, for instance, 0.06",
+        help="before each replay, so that a card that lowers its clock under load "
+        "need not; with --repeats 2, for instance, 0.06",
     )
     parser.add_argument("--json", help="also write the rows to this file")
     options = parser.parse_args()
@@ -578,14 +593,18 @@ def main() -> None:
         parser.error(reason)
     torch.manual_seed(0)
     machine = measure_machine(
-        options.device, options.repeats, options.replays, options.dtype
+        options.device, options.repeats, options.replays, options.rest, options.dtype
     )
-    machine.rest_s = options.rest
     print(
         f"{machine.name}, torch {torch.__version__}, {options.format} to "
         f"{options.dtype}: copy {machine.copy_bytes_per_s / 1e9:.0f} GB/s, "
         f"product {machine.operations_per_s / 1e12:.1f} TFLOPS"
     )
+    if machine.on_cuda:
+        print(
+            f"{options.replays} replays of {options.repeats} calls, each after "
+            f"{options.rest:g} s of rest"
+        )
     report = Report()
     if "prefill" in options.tables:
         run_prefill(machine, options, report)
@@ -595,7 +614,14 @@ def main() -> None:
         run_threshold(machine, options, report)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"machine": machine.name, "rows": report.rows}, file, indent=1)
+            document = {
+                "machine": machine.name,
+                "repeats": options.repeats,
+                "replays": options.replays,
+                "rest_s": options.rest,
+                "rows": report.rows,
+            }
+            json.dump(document, file, indent=1)
 
 
 if __name__ == "__main__":

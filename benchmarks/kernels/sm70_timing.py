@@ -18,15 +18,29 @@ class Timing(NamedTuple):
     Attributes:
         seconds: the median.
         deviation: of the measurement that lies farthest off, as a part of it.
-        error: the median's standard error, as a part of it: 1.25 times the
-            measurements' standard deviation over the root of their number, as for
-            normally distributed ones; 0 of a single one.
+        rounds: the measurements themselves, seconds, in order.
 
     """
 
     seconds: float
     deviation: float
-    error: float
+    rounds: tuple[float, ...]
+
+
+def ratio_by_rounds(one: Timing, other: Timing) -> tuple[float, float]:
+    """Return the mean of the rounds' ratios of `one` to `other`, and its standard
+    error, NaN for a single round.
+
+    What changes from round to round, such as a clock, is in both times of a round.
+
+    Raises:
+        ValueError: they have not the same number of rounds.
+
+    """
+    ratios = [a / b for a, b in zip(one.rounds, other.rounds, strict=True)]
+    if len(ratios) < 2:
+        return ratios[0], float("nan")
+    return statistics.mean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
 
 
 def time_calls(
@@ -59,8 +73,8 @@ def time_in_turns(
         device: where the calls run.
         replays: of each kind, on CUDA.
         rest_s: seconds of idling before each measurement. Large products one after
-            the other meet a card's power limit, which lowers its clock; a few of
-            them after a rest run at the full clock.
+            the other take a card to its power limit, where they take longer; a few
+            of them after a rest do not.
 
     """
     for calls in kinds:
@@ -73,7 +87,7 @@ def time_in_turns(
     return [_timing(t) for t in times]
 
 
-def copy_rate(repeats: int, device: torch.device | str) -> float:
+def copy_rate(repeats: int, device: torch.device | str, rest_s: float = 0.0) -> float:
     """Return the bytes read and written in a second by a copy beyond any cache."""
     size = 2**30 if torch.device(device).type == "cuda" else 2**26
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
@@ -81,23 +95,24 @@ def copy_rate(repeats: int, device: torch.device | str) -> float:
     # In a graph copy_ is a memcpy node, which a Hopper GPU runs at two thirds of
     # what a kernel moves; the faster one is the ceiling.
     calls = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
-    fastest = min(time_calls([call], repeats, device).seconds for call in calls)
+    timings = time_in_turns([[call] for call in calls], repeats, device, rest_s=rest_s)
+    fastest = min(timing.seconds for timing in timings)
     return 2 * size / fastest
 
 
 def _timing(times: Sequence[float]) -> Timing:
     median = statistics.median(times)
-    deviation = statistics.stdev(times) / median if len(times) > 1 else 0.0
-    return Timing(
-        median,
-        max(abs(t / median - 1) for t in times),
-        1.25 * deviation / len(times) ** 0.5,
-    )
+    return Timing(median, max(abs(t / median - 1) for t in times), tuple(times))
 
 
 def _in_turns(count: int, number: int) -> list[int]:
     """Return the order of `count` kinds in a round, by the round's number."""
     return list(range(count))[:: -1 if number % 2 else 1]
+
+
+def _rest(seconds: float) -> None:
+    if seconds:
+        time.sleep(seconds)
 
 
 def _rounds(calls: Sequence[Callable[[], object]], repeats: int) -> int:
@@ -111,7 +126,7 @@ def _host_times(
     for i in range(max(_rounds(calls, repeats) for calls in kinds)):
         for kind in _in_turns(len(kinds), i):
             if i < _rounds(kinds[kind], repeats):
-                time.sleep(rest_s)
+                _rest(rest_s)
                 times[kind].extend(_host_time(call) for call in kinds[kind])
     return times
 
@@ -139,10 +154,11 @@ def _graph_times(
         graph.replay()
         graphs.append((graph, rounds * len(calls)))
     times: list[list[float]] = [[] for _ in kinds]
+    torch.cuda.synchronize()
     for i in range(replays):
         for kind in _in_turns(len(kinds), i):
             graph, count = graphs[kind]
-            time.sleep(rest_s)
+            _rest(rest_s)
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()

@@ -8,7 +8,7 @@
 // cuBLAS's own choice depends on N, and may split K among blocks for a narrow
 // matrix, which changes the order of the additions. Here K is never split, and
 // the algorithm is chosen once for each (M, K, dtype, bias, alignment, GPU), for
-// the N of a usual tile. The workspace is a few bytes from torch's allocator
+// the N of gemm_plan.h. The workspace is a few bytes from torch's allocator
 // (cuBLAS's kernels for Hopper count their tiles in it), so a call can be
 // captured into a CUDA graph after one call outside of it.
 //
@@ -238,7 +238,7 @@ class Plans {
                      reinterpret_cast<const void*>(uintptr_t{4096}));
     };
     for (const auto& candidate :
-         problem(usual_tile_columns(key.k)).candidates(handle, key)) {
+         problem(scratch_columns(key.k)).candidates(handle, key)) {
       if (candidate.state == CUBLAS_STATUS_SUCCESS &&
           candidate.workspaceSize <= kWorkspaceBytes &&
           keeps_k_whole(candidate.algo) &&

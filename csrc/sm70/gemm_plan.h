@@ -9,19 +9,20 @@
 
 namespace vllm::sm70 {
 
-// The buffers of all tiles in flight: WEIGHT_SCRATCH_BYTES of tiling.py.
-inline constexpr int64_t kTileBytes = int64_t{40} << 20;
-inline constexpr int64_t kFewestTileColumns = 128;
-inline constexpr int64_t kMostTileColumns = 4096;
+// WEIGHT_SCRATCH_BYTES and MIN_WIDTH of tiling.py.
+inline constexpr int64_t kScratchBytes = int64_t{40} << 20;
+inline constexpr int64_t kFewestColumns = 128;
+inline constexpr int64_t kMostColumns = 4096;
 
-// The N for which the algorithm of a product of depth K is chosen: the largest
-// power of two that the buffers hold of such columns, in FP16. A deep weight's
-// tiles are narrow, and at 1,024 tokens the blocks that suit 4096 columns leave
-// most of a GPU idle there (down at TP1 on an H200: 0.92 ms, and 0.33 with those
-// that suit 1024).
-inline int64_t usual_tile_columns(int64_t k) {
-  int64_t columns = kMostTileColumns;
-  while (columns > kFewestTileColumns && columns * 2 > kTileBytes / k) {
+// The N for which the algorithm of a product of depth k > 0 is chosen: the largest
+// power of two whose columns, in 16 bits, the scratch of all tiles in flight holds.
+// That is a tile's columns where one is in flight, and twice as many or so where
+// two are. A deep weight's tiles are narrow, and at 1,024 tokens the blocks that
+// suit 4096 columns leave most of a GPU idle there: down at TP1 on an H200 took
+// 0.92 ms, with those that suit 1024 columns 0.33.
+inline int64_t scratch_columns(int64_t k) {
+  int64_t columns = kMostColumns;
+  while (columns > kFewestColumns && columns * 2 > kScratchBytes / k) {
     columns /= 2;
   }
   return columns;

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The benchmarks' clock: kinds of calls take turns, and so do the calls of a kind."""
 
+import contextlib
+
 import pytest
 
 from benchmarks.kernels import sm70_timing
@@ -30,10 +32,9 @@ def test_kinds_take_turns_after_a_round_to_warm_up(clock):
     kinds = [[call("a", 9, 1, 3, 2)], [call("b", 9, 10), call("c", 9, 20)]]
     one, other = sm70_timing.time_in_turns(kinds, 3, "cpu")
     assert order == ["a", "b", "c"] + ["a", "b", "c"] + ["a", "a"]
-    # 1, 2 and 3: a standard deviation of one.
-    assert one == (2, pytest.approx(0.5), pytest.approx(1.25 / 2 / 3**0.5))
-    # One whole round of two calls is less than three: 10 and 20.
-    assert other == (15, pytest.approx(1 / 3), pytest.approx(1.25 * 5 / 15))
+    assert one == (2, pytest.approx(0.5), (1, 3, 2))
+    # One whole round of two calls is less than three.
+    assert other == (15, pytest.approx(1 / 3), (10, 20))
 
 
 def test_every_second_round_runs_in_reverse(clock):
@@ -52,8 +53,82 @@ def test_each_measurement_comes_after_a_rest(clock, monkeypatch):
     assert order == ["a", "b"] + [0.5, "a", 0.5, "b"] + [0.5, "b", 0.5, "a"]
 
 
+def test_ratios_are_taken_within_a_round():
+    """The clock falls by half after the first round: the ratio does not change."""
+    one, other = (sm70_timing.Timing(0, 0, times) for times in [(3, 6), (2, 4)])
+    assert sm70_timing.ratio_by_rounds(one, other) == (1.5, 0)
+    other = other._replace(rounds=(2, 3))
+    # 1.5 and 2: half their distance is the standard error.
+    assert sm70_timing.ratio_by_rounds(one, other) == (1.75, pytest.approx(0.25))
+    with pytest.raises(ValueError, match="shorter"):
+        sm70_timing.ratio_by_rounds(one, other._replace(rounds=(2,)))
+
+
+def test_a_single_round_has_no_known_error():
+    one, other = (sm70_timing.Timing(0, 0, times) for times in [(3,), (2,)])
+    ratio, error = sm70_timing.ratio_by_rounds(one, other)
+    assert ratio == 1.5 and error != error
+
+
+class Graph:
+    """Stands in for a CUDA graph: a replay takes the time of its kind."""
+
+    made: list["Graph"] = []
+    clock_ms = 0.0
+
+    def __init__(self):
+        self.replays = 0
+        Graph.made.append(self)
+
+    def replay(self):
+        self.replays += 1
+        Graph.clock_ms += 10.0 * (1 + Graph.made.index(self)) * self.replays
+
+
+class Event:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Graph.clock_ms
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_graphs_are_replayed_in_turns(monkeypatch):
+    cuda = sm70_timing.torch.cuda
+    monkeypatch.setattr(Graph, "made", [])
+    monkeypatch.setattr(cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(cuda, "Event", Event)
+    monkeypatch.setattr(cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    rests = []
+    monkeypatch.setattr(sm70_timing.time, "sleep", rests.append)
+    calls = [0, 0]
+
+    def call(kind):
+        def run():
+            calls[kind] += 1
+
+        return run
+
+    one, other = sm70_timing.time_in_turns(
+        [[call(0)], [call(1)]], 4, "cuda", replays=3, rest_s=0.5
+    )
+    # Once to warm up, four times in the graph.
+    assert calls == [5, 5]
+    assert rests == [0.5] * 6
+    # Of four calls; the first replay warms up.
+    assert one.rounds == pytest.approx([20e-3 / 4, 30e-3 / 4, 40e-3 / 4])
+    assert other.rounds == pytest.approx([40e-3 / 4, 60e-3 / 4, 80e-3 / 4])
+
+
 def test_one_round_at_least(clock):
     call, order = clock
     calls = [call(name, 1, 2) for name in "abc"]
-    assert sm70_timing.time_calls(calls, 1, "cpu") == (2, 0, 0)
+    assert sm70_timing.time_calls(calls, 1, "cpu") == (2, 0, (2, 2, 2))
     assert order == list("abcabc")

@@ -367,7 +367,8 @@ def test_torch_accepts_the_operators(device: str, make: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tiles_under_torch_compile(device: str) -> None:
-    ops.load()  # which is not for a compiler to trace
+    # Not for a compiler to trace, and another test may not have done it before.
+    ops.load()
     packed, block_scales, scale = (t.to(device) for t in nvfp4_weight(64, 64))
 
     def second_half(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 from vllm.model_executor.kernels.linear.sm70.tiling import (
     MIN_WIDTH,
     WEIGHT_SCRATCH_BYTES,
+    plan_tiles,
 )
 
 from .host_plan import compile_plan
@@ -16,10 +17,10 @@ from .host_plan import compile_plan
 PROGRAM = """
 #include "gemm_plan.h"
 extern "C" long long columns(long long k) {
-  return vllm::sm70::usual_tile_columns(k);
+  return vllm::sm70::scratch_columns(k);
 }
-extern "C" long long bytes() { return vllm::sm70::kTileBytes; }
-extern "C" long long fewest() { return vllm::sm70::kFewestTileColumns; }
+extern "C" long long bytes() { return vllm::sm70::kScratchBytes; }
+extern "C" long long fewest() { return vllm::sm70::kFewestColumns; }
 """
 
 
@@ -43,7 +44,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         (2**40, 128),
     ],
 )
-def test_the_columns_that_the_buffers_hold(
+def test_the_columns_that_the_scratch_holds(
     plan: ctypes.CDLL, k: int, columns: int
 ) -> None:
     assert plan.columns(k) == columns
@@ -54,3 +55,24 @@ def test_tiles_and_their_products_are_planned_for_the_same_memory(
 ) -> None:
     assert plan.bytes() == WEIGHT_SCRATCH_BYTES
     assert plan.fewest() == MIN_WIDTH
+
+
+@pytest.mark.parametrize(
+    ("columns", "k", "gated", "asked"),
+    [
+        # Columns of the products in flight: one of 1024; two of 1024, 2048 or 1536.
+        (5120, 17408, False, 1024),
+        (5120, 8704, False, 2048),
+        (5120, 4352, False, 4096),
+        (16384, 5120, False, 4096),
+        (17408, 5120, True, 4096),
+        (5120, 6144, False, 2048),
+    ],
+)
+def test_about_the_columns_in_flight(
+    plan: ctypes.CDLL, columns: int, k: int, gated: bool, asked: int
+) -> None:
+    tiles = plan_tiles(columns, k, 8192, 2, gated=gated)
+    in_flight = tiles.width * tiles.lanes * (2 if gated else 1)
+    assert plan.columns(k) == asked
+    assert asked <= in_flight <= 1.5 * asked
