@@ -61,6 +61,23 @@ STOCK = Feature(
 )
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What one pair of servers took.
+
+    Attributes:
+        on, off: medians with the feature on and off.
+        ratio: with the feature on, how much worse; above one is worse.
+        spread: how far the control's own runs are apart; see ``bench.spread``.
+
+    """
+
+    on: Speed
+    off: Speed
+    ratio: Speed
+    spread: Speed
+
+
 @dataclass
 class Row:
     """What was found for one feature.
@@ -73,10 +90,7 @@ class Row:
         lost: questions answered right only with the feature off.
         identical: whether every token was the same.
         identical_promised: whether it had to be.
-        pairs: ratio and spread of each pair of servers that was measured.
-        on, off: the last pair's medians.
-        ratio: with the feature on, how much worse; above one is worse.
-        spread: how far the control's own runs are apart; see ``bench.spread``.
+        pairs: of servers that were measured; the last one decides.
         fast_promised: whether the ratio had to stay below the limit.
         failures: why the gate fails, empty if it does not.
 
@@ -92,11 +106,7 @@ class Row:
     right_off: int = 0
     lost: list[str] = field(default_factory=list)
     identical: bool = True
-    pairs: list[tuple[Speed, Speed]] = field(default_factory=list)
-    on: Speed | None = None
-    off: Speed | None = None
-    ratio: Speed | None = None
-    spread: Speed | None = None
+    pairs: list[Measured] = field(default_factory=list)
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
 
@@ -221,16 +231,15 @@ def measure(row: Row, on: Server, off: Server, tokenizer: Path, plan: Plan) -> N
             speed = bench.run(target, tokenizer, load, seed=i + 1)
             if i >= 0:
                 runs[is_on].append(speed)
-    row.on, row.off = bench.medians(runs[True]), bench.medians(runs[False])
-    row.ratio = bench.ratios(row.on, row.off)
-    row.spread = bench.spread(runs[False])
-    row.pairs.append((row.ratio, row.spread))
+    one, other = bench.medians(runs[True]), bench.medians(runs[False])
+    ratio, own = bench.ratios(one, other), bench.spread(runs[False])
+    row.pairs.append(Measured(one, other, ratio, own))
 
 
 def too_slow(row: Row, limit: float) -> list[str]:
     """Return the ratios that break a promise."""
-    if row.fast_promised and row.ratio and row.spread:
-        return bench.excesses(row.ratio, row.spread, limit)
+    if row.fast_promised and row.pairs:
+        return bench.excesses(row.pairs[-1].ratio, row.pairs[-1].spread, limit)
     return []
 
 
@@ -356,9 +365,10 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         same = ("same" if row.identical else "differ") if row.asked else "-"
         tokens = f"{same}, {'' if row.identical_promised else 'not '}promised"
-        figures = astuple(row.ratio) if row.ratio else ()
-        noise = astuple(row.spread) if row.spread else ()
-        speed = " | ".join(f"{r:.3f} ±{s:.3f}" for r, s in zip(figures, noise))
+        speed = ""
+        if row.pairs:
+            figures = zip(astuple(row.pairs[-1].ratio), astuple(row.pairs[-1].spread))
+            speed = " | ".join(f"{ratio:.3f} ±{noise:.3f}" for ratio, noise in figures)
         verdict = "FAIL" if row.failures else "pass"
         if not row.fast_promised:
             verdict += ", speed not promised"
