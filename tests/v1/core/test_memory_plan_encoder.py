@@ -476,13 +476,13 @@ def test_remedies_at_start_up_know_the_encoder(monkeypatch: pytest.MonkeyPatch) 
     stages = [Rank(0, {}, 1, Sizes(2), found), Rank(2, {}, 1, Sizes(2))]
     monkeypatch.setattr(planner, "_make", lambda config: (config, stages))
     running = Planner(config, ranks, Device("a card", 1))  # type: ignore[arg-type]
-    monkeypatch.setattr(planner, "profiles_encoder", lambda config: True)
+    monkeypatch.setattr(planner, "takes_multimodal", lambda config: True)
     encoders = [rank.encoder for rank in running.with_encoders().ranks]
     assert encoders == [found, found, None, None]
     # Start-up measured an encoder that cannot be run here.
     stages[0] = replace(stages[0], encoder=EncoderSizes(10))
     assert {rank.encoder for rank in running.with_encoders().ranks} == {None}
-    monkeypatch.setattr(planner, "profiles_encoder", lambda config: False)
+    monkeypatch.setattr(planner, "takes_multimodal", lambda config: False)
     assert running.with_encoders() is running
 
 
@@ -496,10 +496,11 @@ def test_at_start_up_a_remedy_frees_the_weights_of_the_encoder(
     made = [Rank(0, {}, 100, Sizes(2)), Rank(1, {}, 80, Sizes(2))]
     measured = [RankFigures(i, 95, Peak(10, "a step", "", ())) for i in range(2)]
     planned = [RankFigures(i, 0, Peak(20, "a step", "", ())) for i in range(2)]
-    monkeypatch.setattr(planner, "_make", lambda config, with_encoder: (config, made))
+    monkeypatch.setattr(planner, "_make", lambda config: (config, made))
     monkeypatch.setattr(planner, "planned_figures", lambda *args: planned)
     monkeypatch.setattr(planner, "takes_multimodal", lambda config: config is not text)
     running = Planner(config, ranks, Device("a card", 1), measured=measured)  # type: ignore[arg-type]
+    running = running.with_encoders()
     monkeypatch.setattr(Planner, "_base", planned)
     left = [replace(made[0], weights=70), replace(made[1], weights=80)]
     without = running.figures(text, left, 0, None)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from vllm.v1.core.memory_plan.activations import (
 )
 from vllm.v1.core.memory_plan.encoder import Encoded, EncoderSizes, encoded_of
 from vllm.v1.core.memory_plan.model import copy_config, plan_models
-from vllm.v1.core.memory_plan.sizes import profiles_encoder, takes_multimodal
+from vllm.v1.core.memory_plan.sizes import takes_multimodal
 from vllm.v1.core.memory_plan.table import KvNeed, MemoryPlan, Remedy
 from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
@@ -97,11 +97,18 @@ class Changes:
     """Bytes of the KV cache; 0 leaves them to the utilization."""
 
     @property
+    def of_the_model(self) -> Changes:
+        """Those for which the model itself has to be made again."""
+        return Changes(
+            kv_cache_dtype=self.kv_cache_dtype,
+            num_speculative_tokens=self.num_speculative_tokens,
+            text_only=self.text_only,
+        )
+
+    @property
     def rebuild(self) -> bool:
         """Whether the model itself has to be made again."""
-        return self != replace(
-            self, kv_cache_dtype=None, num_speculative_tokens=None, text_only=None
-        )
+        return self.of_the_model != Changes()
 
     def and_(self, other: Changes) -> Changes:
         """Both; where both set one thing, the other's."""
@@ -226,6 +233,8 @@ class Planner:
         pristine: the configuration before blocks were resolved, to make the model
             of a changed one. ``config`` if None.
         measured: each rank's measured figures, in place of the formulae's.
+        made_weights: of a running model, each rank's weights before kernels repack
+            them.
 
     """
 
@@ -236,11 +245,13 @@ class Planner:
         device: Device,
         pristine: VllmConfig | None = None,
         measured: Sequence[RankFigures] | None = None,
+        made_weights: Sequence[int] | None = None,
     ) -> None:
         self.config = config
         self.ranks = list(ranks)
         self.device = device
         self.measured = measured
+        self.made_weights = made_weights
         self._pristine = pristine or config
         self.plan = functools.cache(self._plan)
         self._built = functools.cache(self._build)
@@ -257,23 +268,28 @@ class Planner:
         return cls(resolved, ranks, device, pristine=config)
 
     def with_encoders(self) -> Planner:
-        """The same planner of a running model, with its multimodal encoder's sizes:
-        they need the model made again, and only remedies need them.
+        """The same planner of a running model, with its multimodal encoder's sizes
+        and its weights as they were made: both need the model made again, and only
+        remedies need them.
 
         Raises:
             Exception: whatever making the model raises when serving.
 
         """
-        if not profiles_encoder(self.config):
+        if not takes_multimodal(self.config):
             return self
         _, stages = _make(self._pristine)
+        both = self._with_stages(stages)
         ranks = [
             replace(rank, encoder=made.encoder)
             if made.encoder and made.encoder.peak
             else rank
-            for rank, made in self._with_stages(stages)
+            for rank, made in both
         ]
-        return Planner(self.config, ranks, self.device, self._pristine, self.measured)
+        weights = [made.weights for _, made in both]
+        return Planner(
+            self.config, ranks, self.device, self._pristine, self.measured, weights
+        )
 
     def figures(
         self,
@@ -290,17 +306,11 @@ class Planner:
         if self.measured is None:
             return planned
         freed = [0] * len(ranks)
-        if takes_multimodal(self.config) and not takes_multimodal(config):
+        if self.made_weights is not None and not takes_multimodal(config):
             # No kernel repacks an encoder's weights unless they are quantized.
-            freed = [w - rank.weights for w, rank in zip(self._made_weights, ranks)]
+            freed = [w - rank.weights for w, rank in zip(self.made_weights, ranks)]
         each = zip(self.measured, self._base, planned, freed)
         return [was.adjusted(base, new, less) for was, base, new, less in each]
-
-    @functools.cached_property
-    def _made_weights(self) -> list[int]:
-        """Each rank's weights before kernels repack them."""
-        _, stages = _make(self._pristine, with_encoder=False)
-        return [made.weights for _, made in self._with_stages(stages)]
 
     @functools.cached_property
     def _base(self) -> list[RankFigures]:
@@ -320,13 +330,7 @@ class Planner:
             ValueError: the changed configuration cannot be made.
 
         """
-        config, ranks = self._built(
-            Changes(
-                kv_cache_dtype=changes.kv_cache_dtype,
-                num_speculative_tokens=changes.num_speculative_tokens,
-                text_only=changes.text_only,
-            )
-        )
+        config, ranks = self._built(changes.of_the_model)
         config = config if changes == Changes() else changed(config, changes)
         cache = config.cache_config
         utilization = changes.utilization or cache.gpu_memory_utilization
@@ -563,7 +567,7 @@ class Planner:
     def _batched_tokens(
         self, plan: MemoryPlan, aim: Callable[[MemoryPlan], bool], base: Changes
     ) -> tuple[Changes, Remedy] | None:
-        if plan.explicit is not None and not plan.over:
+        if _is_too_small_a_size(plan):
             return None
         if not self.config.scheduler_config.enable_chunked_prefill:
             return None
@@ -619,7 +623,7 @@ class Planner:
         self, plan: MemoryPlan, aim: Callable[[MemoryPlan], bool], base: Changes
     ) -> tuple[Changes, Remedy] | None:
         spec = self.config.speculative_config
-        if spec is None or (plan.explicit is not None and not plan.over):
+        if spec is None or _is_too_small_a_size(plan):
             return None
         for tokens in [*_halves(spec.num_speculative_tokens, 1), 0]:
             change = Changes(num_speculative_tokens=tokens)
@@ -648,7 +652,7 @@ class Planner:
     def _text_only(
         self, plan: MemoryPlan, aim: Callable[[MemoryPlan], bool], base: Changes
     ) -> tuple[Changes, Remedy] | None:
-        if plan.explicit is not None and not plan.over:
+        if _is_too_small_a_size(plan):
             return None
         change = Changes(text_only=True)
         if not takes_multimodal(self.config) or not self._fits(aim, base, change):
@@ -666,6 +670,11 @@ def _fits(plan: MemoryPlan) -> bool:
 
 def _fits_all(plan: MemoryPlan) -> bool:
     return plan.fits and not plan.short_for_all
+
+
+def _is_too_small_a_size(plan: MemoryPlan) -> bool:
+    """A KV cache of a set size is short: it gets nothing of what is saved elsewhere."""
+    return plan.explicit is not None and not plan.over
 
 
 def _halves(value: int, least: int) -> list[int]:

@@ -117,7 +117,7 @@ def _resident_token(
     model_config = config.model_config
     hidden = model_config.get_hidden_size()
     embedding = model_config.get_inputs_embeds_size()
-    multimodal = model_config.supports_multimodal_inputs
+    multimodal = takes_multimodal(config)
     first_runner = not config.use_v2_model_runner
     takes = (
         first_runner
