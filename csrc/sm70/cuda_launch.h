@@ -33,14 +33,16 @@ class DeviceStream {
 };
 
 // A grid's x dimension holds 2^31 - 1 blocks, the others 65535.
-inline dim3 checked_grid(const char* op, int64_t x, int64_t y = 1) {
-  if (x > 0x7fffffff || y > 65535) {
+inline dim3 checked_grid(const char* op, int64_t x, int64_t y = 1,
+                         int64_t z = 1) {
+  if (x > 0x7fffffff || y > 65535 || z > 65535) {
     fail_argument(std::string(op) +
                   ": out is too large for one launch (a grid of " +
-                  std::to_string(x) + " x " + std::to_string(y) +
-                  " blocks); pass fewer rows at once");
+                  std::to_string(x) + " x " + std::to_string(y) + " x " +
+                  std::to_string(z) + " blocks); pass less at once");
   }
-  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y),
+              static_cast<unsigned>(z));
 }
 
 inline void check_launch(const char* op, cudaError_t error) {

@@ -24,19 +24,26 @@ void nvfp4_dequantize(const Tensor& packed, const Tensor& block_scales,
   constexpr const char* kOp = "nvfp4_dequantize";
   const Nvfp4DequantizeArgs args =
       nvfp4_dequantize_args(packed, block_scales, global_scale, out, row_begin);
-  if (args.blocks == 0) return;
+  const Nvfp4Weight& weight = args.weight;
+  const Tile& tile = args.tile;
+  if (tile.rows == 0 || weight.columns == 0) return;
   Argument(kOp, "packed", packed).aligned(8);
   Argument(kOp, "out", out).aligned(16);
-  const int64_t words = args.blocks * (kNvfp4Block / 8);
-  const dim3 grid =
-      checked_grid(kOp, ceil_div(words, kNvfp4DequantizeWordsPerBlock));
+  const int64_t row_words = weight.columns / 8;
+  const int64_t words = tile.rows * row_words;
+  const dim3 grid = checked_grid(
+      kOp, ceil_div(words, kNvfp4DequantizeWordsPerBlock), tile.parts);
   const DeviceStream stream(packed);
-  for_output_format(args.out_format, [&](auto format) {
+  for_output_format(tile.out_format, [&](auto format) {
     using Format = decltype(format);
     const Nvfp4DequantizeParams<Format> params{
-        reinterpret_cast<const u32*>(args.packed), args.block_scales,
-        args.global_scale, static_cast<typename Format::Storage*>(args.out),
-        words};
+        reinterpret_cast<const u32*>(weight.packed) +
+            tile.row_begin * row_words,
+        weight.block_scales + tile.row_begin * row_words / 2,
+        weight.global_scale,
+        static_cast<typename Format::Storage*>(tile.out),
+        words,
+        tile.part_rows * row_words};
     check_launch(
         kOp, launch<&nvfp4_dequantize_kernel<Format>>(grid, stream, params));
   });
@@ -47,24 +54,28 @@ void fp8_dequantize(const Tensor& weight, const Tensor& scales, Tensor& out,
   constexpr const char* kOp = "fp8_dequantize";
   const Fp8DequantizeArgs args =
       fp8_dequantize_args(weight, scales, out, row_begin);
-  if (args.rows == 0 || args.columns == 0) return;
+  const Tile& tile = args.tile;
+  const int64_t columns = args.weight.columns;
+  if (tile.rows == 0 || columns == 0) return;
   Argument(kOp, "weight", weight).aligned(8);
   Argument(kOp, "out", out).aligned(16);
-  const int64_t units = args.columns / 8;
-  const dim3 grid = checked_grid(kOp, ceil_div(args.rows, kFp8DequantizeRows),
-                                 ceil_div(units, kFp8DequantizeUnits));
+  const int64_t units = columns / 8;
+  const dim3 grid =
+      checked_grid(kOp, ceil_div(tile.rows, kFp8DequantizeRows),
+                   ceil_div(units, kFp8DequantizeUnits), tile.parts);
   const DeviceStream stream(weight);
-  for_output_format(args.out_format, [&](auto format) {
+  for_output_format(tile.out_format, [&](auto format) {
     using Format = decltype(format);
     const Fp8DequantizeParams<Format> params{
-        args.weight,
-        args.scales,
-        static_cast<typename Format::Storage*>(args.out),
-        args.row_begin,
-        args.rows,
+        args.weight.codes,
+        args.weight.scales,
+        static_cast<typename Format::Storage*>(tile.out),
+        tile.row_begin,
+        tile.rows,
+        tile.part_rows,
         static_cast<int>(units),
-        static_cast<int>(args.scale_stride)};
-    if (args.block_scales) {
+        static_cast<int>(args.weight.scale_stride)};
+    if (args.weight.block_scales) {
       check_launch(kOp, launch<&fp8_dequantize_kernel<Format, true>>(
                             grid, stream, params));
     } else {

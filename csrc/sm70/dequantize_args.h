@@ -20,35 +20,53 @@ inline void check_columns(const Argument& argument, int64_t columns) {
   }
 }
 
-// `out` is the tile: a row for each of the weight's rows from `row_begin` on.
-// Returns its format.
-inline OutputFormat check_tile(const char* op, const Tensor& out,
-                               int64_t row_begin, const char* weight_name,
-                               const Tensor& weight, int64_t columns) {
+// Rows of a weight that is cut into `parts` of `part_rows` rows: `rows` of each
+// part, from `row_begin` of it on.
+struct Tile {
+  void* out;  // [parts, rows, K]
+  OutputFormat out_format;
+  int64_t parts;
+  int64_t rows;
+  int64_t part_rows;
+  int64_t row_begin;
+};
+
+// `out` is [rows, K], a tile of the weight as one part, or [parts, rows, K].
+inline Tile checked_tile(const char* op, const Tensor& out, int64_t row_begin,
+                         const char* weight_name, const Tensor& weight,
+                         int64_t columns) {
   const Argument argument(op, "out", out);
-  argument.dtype({ScalarType::Half, ScalarType::BFloat16, ScalarType::Float})
-      .matrix("[rows of the tile, K]")
-      .shape(out.size(0), columns,
-             std::string("[rows of the tile, K of ") + weight_name + "]")
-      .contiguous()
-      .same_device(weight_name, weight);
-  const int64_t rows = weight.size(0);
-  const int64_t row_end = row_begin + out.size(0);
-  if (row_begin < 0 || row_end > rows) {
+  argument.dtype({ScalarType::Half, ScalarType::BFloat16, ScalarType::Float});
+  const int64_t dim = out.dim();
+  if ((dim != 2 && dim != 3) || out.size(dim - 1) != columns) {
+    argument.fail("must have shape [rows of the tile, " +
+                  std::to_string(columns) + "] or [parts, rows of the tile, " +
+                  std::to_string(columns) + "], the last being K of " +
+                  weight_name + "; got " + shape_text(out));
+  }
+  argument.contiguous().same_device(weight_name, weight);
+  const int64_t parts = dim == 3 ? out.size(0) : 1;
+  if (parts < 1 || weight.size(0) % parts != 0) {
+    argument.fail("must have a number of parts that divides the " +
+                  std::to_string(weight.size(0)) + " rows of " + weight_name +
+                  "; got " + std::to_string(parts));
+  }
+  const int64_t part_rows = weight.size(0) / parts;
+  const int64_t rows = out.size(dim - 2);
+  // Not by row_begin + rows, which may overflow.
+  if (row_begin < 0 || row_begin > part_rows - rows) {
     fail_argument(std::string(op) +
                   ": row_begin and the rows of out must stay within the " +
-                  std::to_string(rows) + " rows of " + weight_name +
-                  "; got rows [" + std::to_string(row_begin) + ", " +
-                  std::to_string(row_end) + ")");
+                  std::to_string(part_rows) + " rows of " +
+                  (dim == 3 ? "each part of " : "") + weight_name + "; got " +
+                  std::to_string(rows) + " rows from " +
+                  std::to_string(row_begin) + " on");
   }
-  switch (out.scalar_type()) {
-    case ScalarType::Half:
-      return OutputFormat::kFp16;
-    case ScalarType::BFloat16:
-      return OutputFormat::kBf16;
-    default:
-      return OutputFormat::kFp32;
-  }
+  const OutputFormat format =
+      out.scalar_type() == ScalarType::Half       ? OutputFormat::kFp16
+      : out.scalar_type() == ScalarType::BFloat16 ? OutputFormat::kBf16
+                                                  : OutputFormat::kFp32;
+  return {out.mutable_data_ptr(), format, parts, rows, part_rows, row_begin};
 }
 
 // An NVFP4 weight [rows, columns], checked.
@@ -127,12 +145,8 @@ inline Fp8Weight fp8_weight(const char* op, const Tensor& weight,
 }
 
 struct Nvfp4DequantizeArgs {
-  const u8* packed;        // at row_begin
-  const u8* block_scales;  // at row_begin
-  const float* global_scale;
-  void* out;
-  OutputFormat out_format;
-  int64_t blocks;  // of 16 elements, in the tile
+  Nvfp4Weight weight;
+  Tile tile;
 };
 
 inline Nvfp4DequantizeArgs nvfp4_dequantize_args(const Tensor& packed,
@@ -143,27 +157,13 @@ inline Nvfp4DequantizeArgs nvfp4_dequantize_args(const Tensor& packed,
   constexpr const char* kOp = "nvfp4_dequantize";
   const Nvfp4Weight weight =
       nvfp4_weight(kOp, packed, block_scales, global_scale);
-  const OutputFormat out_format =
-      check_tile(kOp, out, row_begin, "packed", packed, weight.columns);
-  const int64_t row_blocks = weight.columns / kNvfp4Block;
-  return {weight.packed + row_begin * (weight.columns / 2),
-          weight.block_scales + row_begin * row_blocks,
-          weight.global_scale,
-          out.mutable_data_ptr(),
-          out_format,
-          out.size(0) * row_blocks};
+  return {weight,
+          checked_tile(kOp, out, row_begin, "packed", packed, weight.columns)};
 }
 
 struct Fp8DequantizeArgs {
-  const u8* weight;     // at row_begin
-  const float* scales;  // of the whole weight
-  bool block_scales;    // else one scale for each row
-  int64_t scale_stride;
-  int64_t row_begin;
-  int64_t rows;  // of the tile
-  int64_t columns;
-  void* out;
-  OutputFormat out_format;
+  Fp8Weight weight;
+  Tile tile;
 };
 
 inline Fp8DequantizeArgs fp8_dequantize_args(const Tensor& weight,
@@ -172,17 +172,8 @@ inline Fp8DequantizeArgs fp8_dequantize_args(const Tensor& weight,
                                              int64_t row_begin) {
   constexpr const char* kOp = "fp8_dequantize";
   const Fp8Weight checked = fp8_weight(kOp, weight, scales);
-  const OutputFormat out_format =
-      check_tile(kOp, out, row_begin, "weight", weight, checked.columns);
-  return {checked.codes + row_begin * checked.columns,
-          checked.scales,
-          checked.block_scales,
-          checked.scale_stride,
-          row_begin,
-          out.size(0),
-          checked.columns,
-          out.mutable_data_ptr(),
-          out_format};
+  return {checked,
+          checked_tile(kOp, out, row_begin, "weight", weight, checked.columns)};
 }
 
 }  // namespace vllm::sm70

@@ -13,11 +13,12 @@ namespace vllm::sm70 {
 
 template <class Format>
 struct Fp8DequantizeParams {
-  const u8* weight;               // the tile's first row; 8-byte aligned
-  const float* scales;            // of the whole weight
+  const u8* weight;               // 8-byte aligned
+  const float* scales;            // of the weight
   typename Format::Storage* out;  // 16-byte aligned
-  i64 first_row;                  // the tile's first row in the whole weight
-  i64 rows;                       // of the tile
+  i64 first_row;                  // of each part
+  i64 rows;                       // of each part, one after the other in `out`
+  i64 part_rows;                  // from one part to the next in the weight
   int units;                      // K / 8
   int scale_stride;               // scales of one row of blocks: ceil(K / 128)
 };
@@ -28,9 +29,9 @@ constexpr int kFp8DequantizeRowsPerThread = 4;
 constexpr int kFp8DequantizeRows =
     kFp8DequantizeThreads / kFp8DequantizeUnits * kFp8DequantizeRowsPerThread;
 
-// Grid: x over kFp8DequantizeRows rows, y over kFp8DequantizeUnits units. Bound
-// by memory like nvfp4_dequantize_kernel, and with the same four loads in
-// flight.
+// Grid: x over kFp8DequantizeRows rows of a part, y over kFp8DequantizeUnits
+// units, z over parts. Bound by memory like nvfp4_dequantize_kernel, and with
+// the same four loads in flight.
 template <class Format, bool kBlockScales>
 __global__ void __launch_bounds__(kFp8DequantizeThreads)
     fp8_dequantize_kernel(Fp8DequantizeParams<Format> p) {
@@ -40,6 +41,8 @@ __global__ void __launch_bounds__(kFp8DequantizeThreads)
   if (unit >= p.units) return;
   const i64 first = static_cast<i64>(blockIdx.x) * kFp8DequantizeRows +
                     threadIdx.x / kFp8DequantizeUnits;
+  const i64 first_row = p.first_row + blockIdx.z * p.part_rows;
+  const i64 out_row = blockIdx.z * p.rows;
   const uint2* weight = reinterpret_cast<const uint2*>(p.weight);
   uint2 codes[kFp8DequantizeRowsPerThread];
   float scales[kFp8DequantizeRowsPerThread];
@@ -47,8 +50,8 @@ __global__ void __launch_bounds__(kFp8DequantizeThreads)
   for (int i = 0; i < kFp8DequantizeRowsPerThread; ++i) {
     const i64 row = first + i * kRowStep;
     if (row < p.rows) {
-      codes[i] = __ldg(weight + row * p.units + unit);
-      const i64 n = p.first_row + row;
+      const i64 n = first_row + row;
+      codes[i] = __ldg(weight + n * p.units + unit);
       scales[i] =
           __ldg(p.scales +
                 (kBlockScales ? (n / 128) * p.scale_stride + unit / 16 : n));
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(kFp8DequantizeThreads)
       floats_from_e4m3x4(codes[i].y, values + 4);
 #pragma unroll
       for (float& value : values) value *= scales[i];
-      store_x8<Format>(p.out, row * p.units + unit, values);
+      store_x8<Format>(p.out, (out_row + row) * p.units + unit, values);
     }
   }
 }

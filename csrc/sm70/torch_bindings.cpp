@@ -28,32 +28,63 @@ int64_t grain(int64_t elements_per_step) {
   return std::max<int64_t>(1, kGrainElements / elements_per_step);
 }
 
+int64_t element_bytes(OutputFormat format) {
+  return format == OutputFormat::kFp32 ? 4 : 2;
+}
+
+// Where the rows of one part begin in a tile's memory.
+void* part_of(const Tile& tile, int64_t part, int64_t columns) {
+  return static_cast<char*>(tile.out) +
+         part * tile.rows * columns * element_bytes(tile.out_format);
+}
+
 void nvfp4_dequantize(const Tensor& packed, const Tensor& block_scales,
                       const Tensor& global_scale, Tensor& out,
                       int64_t row_begin) {
   const Nvfp4DequantizeArgs args =
       nvfp4_dequantize_args(packed, block_scales, global_scale, out, row_begin);
+  const Tile& tile = args.tile;
+  const int64_t columns = args.weight.columns;
+  if (tile.rows == 0 || columns == 0) return;
+  const int64_t row_blocks = columns / kNvfp4Block;
   const cpu::Kernels& kernels = cpu::kernels();
-  torch::stable::parallel_for(
-      0, args.blocks, grain(kNvfp4Block), [&](int64_t begin, int64_t end) {
-        kernels.nvfp4_dequantize(args.out_format, args.packed,
-                                 args.block_scales, *args.global_scale,
-                                 args.out, begin, end);
-      });
+  for (int64_t part = 0; part < tile.parts; ++part) {
+    const int64_t first = (part * tile.part_rows + tile.row_begin) * row_blocks;
+    const u8* part_packed = args.weight.packed + first * (kNvfp4Block / 2);
+    const u8* part_scales = args.weight.block_scales + first;
+    void* part_out = part_of(tile, part, columns);
+    torch::stable::parallel_for(0, tile.rows * row_blocks, grain(kNvfp4Block),
+                                [&](int64_t begin, int64_t end) {
+                                  kernels.nvfp4_dequantize(
+                                      tile.out_format, part_packed, part_scales,
+                                      *args.weight.global_scale, part_out,
+                                      begin, end);
+                                });
+  }
 }
 
 void fp8_dequantize(const Tensor& weight, const Tensor& scales, Tensor& out,
                     int64_t row_begin) {
   const Fp8DequantizeArgs args =
       fp8_dequantize_args(weight, scales, out, row_begin);
-  if (args.columns == 0) return;
+  const Tile& tile = args.tile;
+  const int64_t columns = args.weight.columns;
+  if (tile.rows == 0 || columns == 0) return;
   const cpu::Kernels& kernels = cpu::kernels();
-  const cpu::Fp8Tile tile{args.weight,       args.scales,    args.block_scales,
-                          args.scale_stride, args.row_begin, args.columns};
-  torch::stable::parallel_for(
-      0, args.rows, grain(args.columns), [&](int64_t begin, int64_t end) {
-        kernels.fp8_dequantize(args.out_format, tile, args.out, begin, end);
-      });
+  for (int64_t part = 0; part < tile.parts; ++part) {
+    const int64_t first = part * tile.part_rows + tile.row_begin;
+    const cpu::Fp8Tile rows{args.weight.codes + first * columns,
+                            args.weight.scales,
+                            args.weight.block_scales,
+                            args.weight.scale_stride,
+                            first,
+                            columns};
+    void* part_out = part_of(tile, part, columns);
+    torch::stable::parallel_for(
+        0, tile.rows, grain(columns), [&](int64_t begin, int64_t end) {
+          kernels.fp8_dequantize(tile.out_format, rows, part_out, begin, end);
+        });
+  }
 }
 
 // Calls `multiply(tokens, begin, end)` for all columns [begin, end) of the output
@@ -65,7 +96,7 @@ void multiply_in_slabs(const GemmArgs& args, const Multiply& multiply) {
   const int64_t x_stride = (args.k + cpu::kGemmColumnsStep - 1) /
                            cpu::kGemmColumnsStep * cpu::kGemmColumnsStep;
   const int64_t slab = std::min<int64_t>(args.m, cpu::kGemmMaxTokens);
-  const int64_t element = args.format == OutputFormat::kFp32 ? 4 : 2;
+  const int64_t element = element_bytes(args.format);
   const std::unique_ptr<float[]> x(new float[slab * x_stride]());
   for (int64_t first = 0; first < args.m; first += slab) {
     const int64_t count = std::min(slab, args.m - first);
@@ -137,10 +168,11 @@ void silu_and_mul(const Tensor& gate_up, Tensor& out) {
 }  // namespace vllm::sm70
 
 STABLE_TORCH_LIBRARY(_sm70_C, m) {
-  // Rows [row_begin, row_begin + rows of out) of an NVFP4 weight, written over
-  // out. packed: uint8 [N, K / 2], the element of even index in the low half of
-  // a byte; block_scales: E4M3 [N, K / 16]; global_scale: float32, one element;
-  // out: float16, bfloat16 or float32 [rows, K].
+  // Rows [row_begin, row_begin + rows) of an NVFP4 weight, written over out:
+  // float16, bfloat16 or float32 [rows, K], or [parts, rows, K] for those rows
+  // of each part of the weight. packed: uint8 [N, K / 2], the element of even
+  // index in the low half of a byte; block_scales: E4M3 [N, K / 16];
+  // global_scale: float32, one element.
   m.def(
       "nvfp4_dequantize(Tensor packed, Tensor block_scales, "
       "Tensor global_scale, Tensor(a!) out, int row_begin=0) -> ()");

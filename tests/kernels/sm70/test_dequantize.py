@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,52 +168,66 @@ def test_float8_tensors_are_taken_as_they_are(device: str) -> None:
     assert_same_bits(actual, fp8_reference(weight, scales, torch.float16))
 
 
+@dataclass
+class Tile:
+    """Rows [begin, end) of each part of a weight; `parts` 0: of the weight."""
+
+    parts: int
+    rows: int
+    columns: int
+    begin: int
+    end: int
+    dtype: torch.dtype
+    seed: int
+
+    def new_output(self, device: str) -> torch.Tensor:
+        shape = (self.parts,) * bool(self.parts) + (self.end - self.begin, self.columns)
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.parts:
+            whole = whole.view(self.parts, self.rows // self.parts, self.columns)
+        return whole[..., self.begin : self.end, :]
+
+
 @st.composite
-def tiles(draw: st.DrawFn) -> dict[str, Any]:
-    rows = draw(st.integers(0, 300))
-    begin = draw(st.integers(0, rows))
-    return {
-        "rows": rows,
-        "columns": 16 * draw(st.integers(0, 45)),
-        "begin": begin,
-        "end": draw(st.integers(begin, rows)),
-        "dtype": draw(st.sampled_from(DTYPES)),
-        "seed": draw(st.integers(0, 2**31)),
-    }
+def tiles(draw: st.DrawFn) -> Tile:
+    parts = draw(st.integers(0, 3))
+    part_rows = draw(st.integers(0, 300 // max(1, parts)))
+    begin = draw(st.integers(0, part_rows))
+    return Tile(
+        parts=parts,
+        rows=max(1, parts) * part_rows,
+        columns=16 * draw(st.integers(0, 45)),
+        begin=begin,
+        end=draw(st.integers(begin, part_rows)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        seed=draw(st.integers(0, 2**31)),
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=60, deadline=None)
 @given(tile=tiles())
-def test_any_nvfp4_tile(device: str, tile: dict[str, Any]) -> None:
-    packed, block_scales, scale = nvfp4_weight(
-        tile["rows"], tile["columns"], tile["seed"]
-    )
-    out = torch.empty(
-        (tile["end"] - tile["begin"], tile["columns"]),
-        dtype=tile["dtype"],
-        device=device,
-    )
+def test_any_nvfp4_tile(device: str, tile: Tile) -> None:
+    packed, block_scales, scale = nvfp4_weight(tile.rows, tile.columns, tile.seed)
+    out = tile.new_output(device)
     ops.nvfp4_dequantize_into(
-        packed.to(device), block_scales.to(device), scale.to(device), out, tile["begin"]
+        packed.to(device), block_scales.to(device), scale.to(device), out, tile.begin
     )
-    expected = nvfp4_reference(packed, block_scales, scale, tile["dtype"])
-    assert_same_bits(out, expected[tile["begin"] : tile["end"]])
+    expected = nvfp4_reference(packed, block_scales, scale, tile.dtype)
+    assert_same_bits(out, tile.of(expected))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=60, deadline=None)
 @given(tile=tiles(), kind=st.sampled_from(["block", "row"]))
-def test_any_fp8_tile(device: str, tile: dict[str, Any], kind: str) -> None:
-    weight, scales = fp8_weight(tile["rows"], tile["columns"], kind, tile["seed"])
-    out = torch.empty(
-        (tile["end"] - tile["begin"], tile["columns"]),
-        dtype=tile["dtype"],
-        device=device,
-    )
-    ops.fp8_dequantize_into(weight.to(device), scales.to(device), out, tile["begin"])
-    expected = fp8_reference(weight, scales, tile["dtype"])
-    assert_same_bits(out, expected[tile["begin"] : tile["end"]])
+def test_any_fp8_tile(device: str, tile: Tile, kind: str) -> None:
+    weight, scales = fp8_weight(tile.rows, tile.columns, kind, tile.seed)
+    out = tile.new_output(device)
+    ops.fp8_dequantize_into(weight.to(device), scales.to(device), out, tile.begin)
+    expected = fp8_reference(weight, scales, tile.dtype)
+    assert_same_bits(out, tile.of(expected))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -236,6 +251,33 @@ def test_tiles_through_one_scratch_equal_the_whole(device: str, width: int) -> N
         ops.fp8_dequantize_into(weight, scales, out, begin)
         assert_same_bits(out, whole_fp8[begin:end])
         assert (scratch[end - begin :] == -1).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [1, 96, 200])
+def test_gate_and_up_tiles_through_one_scratch(device: str, width: int) -> None:
+    """As a gated layer's tiles: rows of both halves, and nothing beyond them."""
+    half, columns = 259, 272
+    packed, block_scales, scale = (
+        t.to(device) for t in nvfp4_weight(2 * half, columns)
+    )
+    weight, scales = (t.to(device) for t in fp8_weight(2 * half, columns, "block"))
+    halves = (2, half, columns)
+    whole_nvfp4 = ops.nvfp4_dequantize(packed, block_scales, scale).view(halves)
+    whole_fp8 = ops.fp8_dequantize(weight, scales).view(halves)
+    scratch = torch.empty(2 * width + 1, columns, dtype=torch.float16, device=device)
+    for begin in range(0, half, width):
+        end = min(begin + width, half)
+        rows = 2 * (end - begin)
+        out = scratch[:rows].view(2, end - begin, columns)
+        scratch.fill_(-1)
+        ops.nvfp4_dequantize_into(packed, block_scales, scale, out, begin)
+        assert_same_bits(out, whole_nvfp4[:, begin:end])
+        assert (scratch[rows:] == -1).all()
+        scratch.fill_(-1)
+        ops.fp8_dequantize_into(weight, scales, out, begin)
+        assert_same_bits(out, whole_fp8[:, begin:end])
+        assert (scratch[rows:] == -1).all()
 
 
 def nvfp4_arguments(device: str = "cpu") -> dict[str, Any]:
@@ -287,11 +329,21 @@ BAD_NVFP4 = [
         lambda t: t.double(),
         r"out must be torch\.float16 or torch\.bfloat16 or torch\.float32; got Double",
     ),
-    ("out", lambda t: t[:, :48], r"out must have shape \[32, 64\], .*; got \[32, 48\]"),
+    ("out", lambda t: t[:, :48], r"out must have shape .*, 64\], .*; got \[32, 48\]"),
+    ("out", lambda t: t[0], r"out must have shape \[rows .*; got \[64\]"),
+    ("out", lambda t: t[None, None], r"out must have shape .*; got \[1, 1, 32, 64\]"),
+    ("out", lambda t: t.view(2, 16, 64)[:0], r"out .* the 32 rows of packed; got 0"),
+    ("out", lambda t: t[:30].view(3, 10, 64), r"out .* the 32 rows of packed; got 3"),
+    (
+        "out",
+        lambda t: t[:, None].repeat(1, 17, 1)[:2],
+        r"row_begin .* within the 16 rows of each part of packed; got 17 rows",
+    ),
     ("out", lambda t: t.repeat(1, 2)[:, ::2], r"out must be contiguous"),
-    ("out", lambda t: t.repeat(2, 1), r"within the 32 rows of packed; .* \[0, 64\)"),
-    ("row_begin", lambda _: 1, r"row_begin .* 32 rows of packed; got rows \[1, 33\)"),
-    ("row_begin", lambda _: -1, r"row_begin .* 32 rows of packed; got rows \[-1, 31\)"),
+    ("out", lambda t: t.repeat(2, 1), r"within the 32 rows of packed; got 64 rows fr"),
+    ("row_begin", lambda _: 1, r"row_begin .* packed; got 32 rows from 1 on"),
+    ("row_begin", lambda _: -1, r"row_begin .* packed; got 32 rows from -1 on"),
+    ("row_begin", lambda _: 2**63 - 1, r"row_begin .* got 32 rows from 9223372036854"),
 ]
 BAD_FP8 = [
     ("weight", lambda t: t.float(), r"weight must be torch\.float8_e4m3fn or torch"),
@@ -307,9 +359,15 @@ BAD_FP8 = [
     ("scales", lambda t: t[0], r"scales must have shape .*; got \[1\]"),
     ("scales", lambda t: t.repeat(2, 1)[::2], r"scales must be contiguous"),
     ("out", lambda t: t.double(), r"out must be torch\.float16"),
-    ("out", lambda t: t[:, :48], r"out must have shape \[160, 64\]"),
+    ("out", lambda t: t[:, :48], r"out must have shape .*, 64\], .*; got \[160, 48\]"),
+    ("out", lambda t: t[:6].view(3, 2, 64), r"out .* the 160 rows of weight; got 3"),
+    (
+        "out",
+        lambda t: t[:, None].repeat(1, 81, 1)[:2],
+        r"row_begin .* within the 80 rows of each part of weight; got 81 rows",
+    ),
     ("out", lambda t: t.repeat(1, 2)[:, ::2], r"out must be contiguous"),
-    ("row_begin", lambda _: 3, r"row_begin .* 160 rows of weight; got rows \[3, 163\)"),
+    ("row_begin", lambda _: 3, r"row_begin .* 160 rows of weight; got 160 rows from 3"),
 ]
 
 
@@ -355,10 +413,13 @@ def test_a_missing_extension_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("make", [nvfp4_arguments, fp8_arguments])
-def test_torch_accepts_the_operators(device: str, make: Any) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_torch_accepts_the_operators(device: str, make: Any, parts: int) -> None:
     """Schema, fake implementation and functionalisation agree with what happens."""
     ops.load()
     arguments = make(device)
+    if parts > 1:
+        arguments["out"] = arguments["out"].view(parts, -1, 64)
     name = "nvfp4_dequantize" if "packed" in arguments else "fp8_dequantize"
     torch.library.opcheck(
         getattr(torch.ops._sm70_C, name).default, tuple(arguments.values())
@@ -520,6 +581,11 @@ def test_full_size_on_cuda(kind: str) -> None:
             swizzle=False,
         )
         assert_same_bits(whole[begin:end], part)
+    # A gate and up tile of 27B: its last 1,024 rows of each.
+    tile = torch.empty(2, 1024, columns, dtype=torch.float16, device="cuda")
+    begin = rows // 2 - 1024
+    ops.nvfp4_dequantize_into(packed, block_scales, scale, tile, begin)
+    assert_same_bits(tile, whole.view(2, -1, columns)[:, begin:])
     weight, scales = (t.cuda() for t in fp8_weight(rows, columns, kind))
     out = torch.empty(rows // 4, columns, dtype=torch.float16, device="cuda")
     begin = rows - rows // 4

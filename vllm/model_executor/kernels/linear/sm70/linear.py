@@ -40,7 +40,13 @@ class PackedWeight(Protocol):
         """(N, K)."""
 
     def dequantize_into(self, out: torch.Tensor, row_begin: int) -> None:
-        """Overwrite `out` [rows, K] with rows from `row_begin` on."""
+        """Overwrite `out` with rows from `row_begin` on.
+
+        Args:
+            out: [rows, K], or [parts, rows, K] for those rows of each part.
+            row_begin: in rows of the weight or of a part.
+
+        """
 
     def small_gemm(
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
@@ -230,8 +236,7 @@ def multiply_gated_tiles(
             lane, width = index % plan.lanes, end - begin
             with lanes[lane]:
                 tile = _view(memory[lane].weight, 2 * width, x.shape[1], x.dtype)
-                weight.dequantize_into(tile[:width], begin)
-                weight.dequantize_into(tile[width:], columns + begin)
+                weight.dequantize_into(tile.view(2, width, x.shape[1]), begin)
                 part = None
                 if bias is not None:
                     up_bias = bias[columns + begin : columns + end]

@@ -115,11 +115,14 @@ def nvfp4_dequantize_into(
         global_scale: as for `nvfp4_dequantize`.
         out: float16, bfloat16 or float32 [rows, K], contiguous; on CUDA it starts
             at a multiple of 16 bytes. It is overwritten with the weight's rows
-            [row_begin, row_begin + rows).
-        row_begin: first row, in rows of the weight.
+            [row_begin, row_begin + rows). Or [parts, rows, K]: with those rows of
+            each part of the weight, taken as [parts, N / parts, K], such as gate
+            and up.
+        row_begin: first row, in rows of the weight or of a part.
 
     Raises:
-        ValueError: as for `nvfp4_dequantize`, and for rows outside the weight.
+        ValueError: as for `nvfp4_dequantize`, for rows outside the weight or the
+            part, and for a number of parts that does not divide N.
 
     """
     load()
@@ -170,13 +173,13 @@ def fp8_dequantize_into(
         weight: as for `fp8_dequantize`.
         scales: as for `fp8_dequantize`: those of the whole weight, whatever the
             tile.
-        out: float16, bfloat16 or float32 [rows, K], contiguous; on CUDA it starts
-            at a multiple of 16 bytes. It is overwritten with the weight's rows
-            [row_begin, row_begin + rows).
-        row_begin: first row, in rows of the weight; any, not only multiples of 128.
+        out: [rows, K] or [parts, rows, K], as for `nvfp4_dequantize_into`.
+        row_begin: first row, in rows of the weight or of a part; any, not only
+            multiples of 128.
 
     Raises:
-        ValueError: as for `fp8_dequantize`, and for rows outside the weight.
+        ValueError: as for `fp8_dequantize`, for rows outside the weight or the
+            part, and for a number of parts that does not divide N.
 
     """
     load()
