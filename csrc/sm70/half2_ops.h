@@ -14,6 +14,28 @@ __device__ __forceinline__ u32 multiply_half2(u32 a, u32 b) {
   return product;
 }
 
+__device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
+  u32 sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+
+// Whether low <= value < high for both halves; no NaN is.
+__device__ __forceinline__ bool half2_within(u32 value, u32 low, u32 high) {
+  u32 within;
+  asm("{\n"
+      ".reg .pred p, q;\n"
+      "setp.ge.f16x2 p|q, %1, %2;\n"
+      "and.pred p, p, q;\n"
+      "setp.lt.and.f16x2 p|q, %1, %3, p;\n"
+      "and.pred p, p, q;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(within)
+      : "r"(value), "r"(low), "r"(high));
+  return within != 0;
+}
+
 // 2^7 times the two E4M3 numbers in the sixteen low bits of `codes` (the rest
 // must be zero), which is exact: the smallest is 2^-2, the largest 57344.
 __device__ __forceinline__ u32 half2_from_e4m3x2(u32 codes) {

@@ -139,6 +139,26 @@ def test_cuda_has_the_bits_of_upstreams_kernel(dtype: torch.dtype, width: int) -
     assert_same_bits(out, expected)
 
 
+@pytest.mark.cuda
+def test_every_fp16_gate_has_the_bits_of_upstreams_kernel() -> None:
+    """In order, where whole units of eight take the short division, and mixed."""
+    import vllm._custom_ops  # noqa: F401
+
+    torch.manual_seed(0)
+    gates = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16)
+    mixed = gates[torch.randperm(2**16, device="cuda")]
+    # Any bits at all: infinities, NaNs and subnormals among them.
+    ups = torch.randint(-(2**15), 2**15, (64, 2**16), device="cuda").to(torch.int16)
+    for order in (gates, mixed):
+        gate_up = torch.cat((order.expand(64, -1), ups), dim=1).view(torch.float16)
+        out, expected = (
+            torch.empty(64, 2**16, dtype=torch.float16, device="cuda") for _ in range(2)
+        )
+        ops.silu_and_mul(gate_up, out)
+        torch.ops._C.silu_and_mul(expected, gate_up)
+        assert_same_bits(out, expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", [8, 96, 200, 251])
