@@ -27,7 +27,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +78,35 @@ class Toolchain:
         return all(path.exists() for path in (self.nvrtc, self.ptxas, *self.includes))
 
 
+def fetch_packages(
+    packages: Sequence[str], cache: Path, is_complete: Callable[[Path], bool]
+) -> None:
+    """Put `packages` into `cache` with pip, if it is not complete.
+
+    Raises:
+        CompileError: pip could not fetch the packages.
+
+    """
+    if is_complete(cache):
+        return
+    print(f"fetching {', '.join(packages)} into {cache}", file=sys.stderr)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the cache and then renamed: an interrupted run leaves no half of one.
+    with tempfile.TemporaryDirectory(dir=cache.parent) as scratch:
+        target = Path(scratch) / "cuda"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--target", str(target)]
+        done = subprocess.run([*command, *packages], capture_output=True, text=True)
+        if done.returncode != 0 or not is_complete(target):
+            raise CompileError(
+                f"pip could not install {' '.join(packages)} (exit status "
+                f"{done.returncode}); a package index is needed once:\n"
+                f"{done.stderr.strip()}"
+            )
+        shutil.rmtree(cache, ignore_errors=True)
+        target.rename(cache)
+
+
 def fetch_toolchain(cache: Path = CACHE) -> Toolchain:
     """Return the toolchain in `cache`, fetched with pip if it is not there (60 MB).
 
@@ -85,26 +114,8 @@ def fetch_toolchain(cache: Path = CACHE) -> Toolchain:
         CompileError: pip could not fetch the packages.
 
     """
-    toolchain = Toolchain(cache)
-    if toolchain.is_complete():
-        return toolchain
-    print(f"fetching {', '.join(PACKAGES)} into {cache}", file=sys.stderr)
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the cache and then renamed: an interrupted run leaves no half of one.
-    with tempfile.TemporaryDirectory(dir=cache.parent) as scratch:
-        target = Path(scratch) / "cuda"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        command += ["--disable-pip-version-check", "--target", str(target)]
-        done = subprocess.run([*command, *PACKAGES], capture_output=True, text=True)
-        if done.returncode != 0 or not Toolchain(target).is_complete():
-            raise CompileError(
-                f"pip could not install {' '.join(PACKAGES)} (exit status "
-                f"{done.returncode}); a package index is needed once:\n"
-                f"{done.stderr.strip()}"
-            )
-        shutil.rmtree(cache, ignore_errors=True)
-        target.rename(cache)
-    return toolchain
+    fetch_packages(PACKAGES, cache, lambda root: Toolchain(root).is_complete())
+    return Toolchain(cache)
 
 
 class Nvrtc:
