@@ -20,6 +20,17 @@ inline void check_columns(const Argument& argument, int64_t columns) {
   }
 }
 
+inline OutputFormat format_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Half:
+      return OutputFormat::kFp16;
+    case ScalarType::BFloat16:
+      return OutputFormat::kBf16;
+    default:
+      return OutputFormat::kFp32;
+  }
+}
+
 // Rows of a weight that is cut into `parts` of `part_rows` rows: `rows` of each
 // part, from `row_begin` of it on.
 struct Tile {
@@ -62,11 +73,12 @@ inline Tile checked_tile(const char* op, const Tensor& out, int64_t row_begin,
                   std::to_string(rows) + " rows from " +
                   std::to_string(row_begin) + " on");
   }
-  const OutputFormat format =
-      out.scalar_type() == ScalarType::Half       ? OutputFormat::kFp16
-      : out.scalar_type() == ScalarType::BFloat16 ? OutputFormat::kBf16
-                                                  : OutputFormat::kFp32;
-  return {out.mutable_data_ptr(), format, parts, rows, part_rows, row_begin};
+  return {out.mutable_data_ptr(),
+          format_of(out),
+          parts,
+          rows,
+          part_rows,
+          row_begin};
 }
 
 // An NVFP4 weight [rows, columns], checked.

@@ -185,6 +185,10 @@ struct Fp32 {
 enum class OutputFormat { kFp16, kBf16, kFp32 };
 
 #ifndef __CUDACC_RTC__  // which takes device code only
+inline i64 element_bytes(OutputFormat format) {
+  return format == OutputFormat::kFp32 ? 4 : 2;
+}
+
 // Calls `body` with the struct that goes with `format`.
 template <class Body>
 inline void for_output_format(OutputFormat format, const Body& body) {

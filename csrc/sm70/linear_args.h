@@ -41,17 +41,6 @@ inline int64_t row_stride(const char* op, const char* name,
   return rows > 1 ? tensor.stride(0) : std::max(tensor.stride(0), columns);
 }
 
-inline OutputFormat format_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Half:
-      return OutputFormat::kFp16;
-    case ScalarType::BFloat16:
-      return OutputFormat::kBf16;
-    default:
-      return OutputFormat::kFp32;
-  }
-}
-
 inline void check_float_dtype(const Argument& argument, bool fp32) {
   if (fp32) {
     argument.dtype({ScalarType::Half, ScalarType::BFloat16, ScalarType::Float});

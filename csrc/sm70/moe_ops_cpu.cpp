@@ -26,10 +26,6 @@ constexpr int64_t kUnitColumns = 64;
 // FP32 numbers of x that a thread holds at once, unless eight rows are more.
 constexpr int64_t kSlabElements = 128 * 1024;
 
-int64_t element_bytes(OutputFormat format) {
-  return format == OutputFormat::kFp32 ? 4 : 2;
-}
-
 // A row's local expert, or -1.
 int64_t local_expert(const MoeChoice& choice, int64_t row) {
   const int64_t id = choice.wide_ids

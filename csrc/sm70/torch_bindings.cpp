@@ -28,10 +28,6 @@ int64_t grain(int64_t elements_per_step) {
   return std::max<int64_t>(1, kGrainElements / elements_per_step);
 }
 
-int64_t element_bytes(OutputFormat format) {
-  return format == OutputFormat::kFp32 ? 4 : 2;
-}
-
 // Where the rows of one part begin in a tile's memory.
 void* part_of(const Tile& tile, int64_t part, int64_t columns) {
   return static_cast<char*>(tile.out) +

@@ -6,29 +6,14 @@ The compiler comes from the package index with the first run (see
 tools/sm70_compile.py); the later tests make sure that it would notice.
 """
 
-import importlib.util
 import re
 import shutil
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "sm70_compile.py"
-
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sm70_compile", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+from tools import sm70_compile as tool
 
 
 @pytest.fixture(scope="module")
