@@ -11,8 +11,9 @@ cuBLAS on FP16 weights that lie ready, plus the activation. `bits` says whether 
 tiled output equals the untiled one bit for bit. `peak` is the most memory that
 torch has allocated during a call, beyond weight, input and output; the scratch
 that all layers share is in it. `floor` is what the slower of arithmetic and memory
-needs at least: the operations at the rate of the fastest large cuBLAS product of
-this run, the bytes (packed weight, input, output) at the rate of a large copy.
+needs: the operations at the rate of the faster of two square cuBLAS products of
+this run (a deep one can be a little faster still), the bytes (packed weight, input,
+output) at the rate of a large copy.
 
 decode: the packed kernel at a few tokens, against the bytes that it must read
 (packed weight and scales) at the rate of the copy, and against upstream's Marlin
@@ -26,13 +27,17 @@ inputs and outputs rotate, and so do weights while they would fit the L2 cache.
 Each time is the median of several replays; what a row compares takes
 turns, a replay each; the ratio to untiled is the mean of the rounds' ratios, with
 its standard error. On the CPU calls are timed one by one and peaks are not measured.
+
+A card at its power limit lowers its clock, so what ran before a call can count too.
+The products of the prefill table are timed after rests; `--lead` asks for the times
+at the limit instead.
 """
 
 import argparse
 import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,15 +96,35 @@ PROJECTIONS = {
 }
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How calls are timed; see `time_in_turns`."""
+
+    repeats: int = 12
+    replays: int = REPLAYS
+    rest_s: float = 0.0
+    lead_s: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.replays} replays of {self.repeats} calls, each after "
+            f"{self.rest_s:g} s of rest and {self.lead_s:g} s of the same"
+        )
+
+
+# Of the prefill table on CUDA: a few large products after rests, or many of them
+# after more of the same.
+RESTED = Pace(repeats=2, replays=18, rest_s=0.06)
+LED = Pace(repeats=48, replays=6)
+
+
 @dataclass
 class Machine:
     """The device and what it was measured to do."""
 
     device: torch.device
     name: str
-    repeats: int
-    replays: int = REPLAYS
-    rest_s: float = 0.0
+    pace: Pace
     copy_bytes_per_s: float = 0.0
     operations_per_s: float = 0.0
     l2_bytes: int = 0
@@ -118,7 +143,12 @@ class Machine:
     def time_in_turns(self, *kinds: Sequence[Callable[[], object]]) -> list[Timing]:
         """Time one call of each kind; the kinds take turns too."""
         return time_in_turns(
-            kinds, self.repeats, self.device, self.replays, self.rest_s
+            kinds,
+            self.pace.repeats,
+            self.device,
+            self.pace.replays,
+            self.pace.rest_s,
+            self.pace.lead_s,
         )
 
     def peak_bytes(self, call: Callable[[], torch.Tensor]) -> int:
@@ -134,19 +164,17 @@ class Machine:
         return torch.cuda.max_memory_allocated() - before - result.nbytes
 
 
-def measure_machine(
-    device: str, repeats: int, replays: int, rest_s: float, dtype: torch.dtype
-) -> Machine:
+def measure_machine(device: str, pace: Pace, dtype: torch.dtype) -> Machine:
     on_cuda = device == "cuda"
     name = (
         torch.cuda.get_device_name()
         if on_cuda
         else f"CPU, {torch.get_num_threads()} threads"
     )
-    machine = Machine(torch.device(device), name, repeats, replays, rest_s)
+    machine = Machine(torch.device(device), name, pace)
     if on_cuda:
         machine.l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    machine.copy_bytes_per_s = copy_rate(machine.repeats, machine.device, rest_s)
+    machine.copy_bytes_per_s = copy_rate(pace.repeats, machine.device, pace.rest_s)
     machine.operations_per_s = product_rate(machine, dtype)
     return machine
 
@@ -359,6 +387,7 @@ class Report:
     """Rows as they are printed, kept for `--json`."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
+    paces: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, line: str, **row: Any) -> None:
         print(line, flush=True)
@@ -530,6 +559,25 @@ def seconds(text: str) -> float:
     return number
 
 
+def pace_of(table: str, options: argparse.Namespace) -> Pace:
+    """Return how a table's calls are timed: by what is given, else by default."""
+    pace = Pace()
+    if table == "prefill" and options.device == "cuda":
+        if options.lead:
+            pace = replace(LED, lead_s=options.lead)
+        elif options.rest != 0:
+            pace = RESTED
+    given = {
+        "repeats": options.repeats,
+        "replays": options.replays,
+        "rest_s": options.rest,
+    }
+    return replace(pace, **{k: v for k, v in given.items() if v is not None})
+
+
+TABLES = {"prefill": run_prefill, "decode": run_decode, "threshold": run_threshold}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -541,8 +589,8 @@ def main() -> None:
     parser.add_argument(
         "--tables",
         nargs="+",
-        default=["prefill", "decode", "threshold"],
-        choices=["prefill", "decode", "threshold"],
+        default=list(TABLES),
+        choices=list(TABLES),
     )
     parser.add_argument(
         "--projections", nargs="+", default=list(PROJECTIONS), choices=list(PROJECTIONS)
@@ -572,17 +620,33 @@ def main() -> None:
         type=int,
         default=[1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512],
     )
-    parser.add_argument("--repeats", type=count, default=12, help="calls in a graph")
     parser.add_argument(
-        "--replays", type=count, default=REPLAYS, help="of a graph, for each median"
+        "--repeats",
+        type=count,
+        help=f"calls in a graph (default: {Pace.repeats}; {RESTED.repeats} in the "
+        f"prefill table, if it rests, {LED.repeats} with --lead)",
+    )
+    parser.add_argument(
+        "--replays",
+        type=count,
+        help=f"of a graph, for each median (default: {Pace.replays}; {RESTED.replays} "
+        f"in the prefill table, if it rests, {LED.replays} with --lead)",
     )
     parser.add_argument(
         "--rest",
         type=seconds,
-        default=0.0,
         metavar="SECONDS",
         help="before each replay, so that a card that lowers its clock under load "
-        "need not; with --repeats 2, for instance, 0.06",
+        f"need not (default: 0; {RESTED.rest_s:g} in the prefill table on CUDA, unless "
+        "--lead is given)",
+    )
+    parser.add_argument(
+        "--lead",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="in the prefill table on CUDA, of the same calls before each replay, so "
+        "that each runs at the clock that it can sustain; for instance 0.25",
     )
     parser.add_argument("--json", help="also write the rows to this file")
     options = parser.parse_args()
@@ -592,36 +656,28 @@ def main() -> None:
     if reason is not None:
         parser.error(reason)
     torch.manual_seed(0)
-    machine = measure_machine(
-        options.device, options.repeats, options.replays, options.rest, options.dtype
-    )
-    print(
-        f"{machine.name}, torch {torch.__version__}, {options.format} to "
-        f"{options.dtype}: copy {machine.copy_bytes_per_s / 1e9:.0f} GB/s, "
-        f"product {machine.operations_per_s / 1e12:.1f} TFLOPS"
-    )
-    if machine.on_cuda:
-        print(
-            f"{options.replays} replays of {options.repeats} calls, each after "
-            f"{options.rest:g} s of rest"
-        )
     report = Report()
-    if "prefill" in options.tables:
-        run_prefill(machine, options, report)
-    if "decode" in options.tables:
-        run_decode(machine, options, report)
-    if "threshold" in options.tables:
-        run_threshold(machine, options, report)
+    machine = None
+    for table, run in TABLES.items():
+        if table not in options.tables:
+            continue
+        pace = pace_of(table, options)
+        if machine is None or machine.pace != pace:
+            machine = measure_machine(options.device, pace, options.dtype)
+            print(
+                f"{machine.name}, torch {torch.__version__}, {options.format} to "
+                f"{options.dtype}: copy {machine.copy_bytes_per_s / 1e9:.0f} GB/s, "
+                f"product {machine.operations_per_s / 1e12:.1f} TFLOPS"
+            )
+            if machine.on_cuda:
+                print(pace)
+        report.paces[table] = asdict(pace)
+        run(machine, options, report)
     if options.json:
         with open(options.json, "w") as file:
-            document = {
-                "machine": machine.name,
-                "repeats": options.repeats,
-                "replays": options.replays,
-                "rest_s": options.rest,
-                "rows": report.rows,
-            }
-            json.dump(document, file, indent=1)
+            json.dump(
+                {"machine": machine and machine.name, **asdict(report)}, file, indent=1
+            )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The clock of the SM70 benchmarks: one call's time, and what a copy reaches."""
 
+import functools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -56,15 +58,19 @@ def time_in_turns(
     device: torch.device | str,
     replays: int = REPLAYS,
     rest_s: float = 0.0,
+    lead_s: float = 0.0,
 ) -> list[Timing]:
     """Time kinds of calls against each other, after one round to warm up.
 
     The calls of a kind take turns: several on copies of their weights keep the
     weights out of the caches. So do the kinds, so that a clock that falls as the
-    card warms up falls for all of them; every second round in reverse, so that none
-    always comes after one that drew more power. On CUDA the calls of a kind are
-    captured into one graph, so that launches on the host cost nothing, and each
-    measurement is a replay of it.
+    card warms up falls for all of them, and in such an order that each comes about
+    as often after each, itself included. On CUDA the calls of a kind are captured
+    into one graph, so that launches on the host cost nothing, and each measurement
+    is a replay of it.
+
+    A card at its power limit lowers its clock. `rest_s` keeps away from the limit,
+    `lead_s` measures at it; without either, what ran before can count too.
 
     Args:
         kinds: what to time; the calls of each.
@@ -75,15 +81,17 @@ def time_in_turns(
         rest_s: seconds of idling before each measurement. Large products one after
             the other take a card to its power limit, where they take longer; a few
             of them after a rest do not.
+        lead_s: seconds of the same kind before each measurement, after the rest, so
+            that the clock is the one that it can sustain.
 
     """
     for calls in kinds:
         for call in calls:
             call()
     if torch.device(device).type == "cuda":
-        times = _graph_times(kinds, repeats, replays, rest_s)
+        times = _graph_times(kinds, repeats, replays, rest_s, lead_s)
     else:
-        times = _host_times(kinds, repeats, rest_s)
+        times = _host_times(kinds, repeats, rest_s, lead_s)
     return [_timing(t) for t in times]
 
 
@@ -105,9 +113,27 @@ def _timing(times: Sequence[float]) -> Timing:
     return Timing(median, max(abs(t / median - 1) for t in times), tuple(times))
 
 
-def _in_turns(count: int, number: int) -> list[int]:
-    """Return the order of `count` kinds in a round, by the round's number."""
-    return list(range(count))[:: -1 if number % 2 else 1]
+def _orders(count: int, rounds: int) -> list[list[int]]:
+    """Return the order of `count` kinds in each round.
+
+    Next is always the kind that has come least often after the one before it, the
+    last of the round before included, and then least often at that place.
+    """
+    orders: list[list[int]] = []
+    followed: Counter[tuple[int | None, int]] = Counter()
+    placed: Counter[tuple[int, int]] = Counter()
+    last = None
+    for _ in range(rounds):
+        left = list(range(count))
+        orders.append([])
+        for place in range(count):
+            *_, kind = min((followed[last, k], placed[place, k], k) for k in left)
+            left.remove(kind)
+            followed[last, kind] += 1
+            placed[place, kind] += 1
+            orders[-1].append(kind)
+            last = kind
+    return orders
 
 
 def _rest(seconds: float) -> None:
@@ -115,20 +141,37 @@ def _rest(seconds: float) -> None:
         time.sleep(seconds)
 
 
+def _lead(run: Callable[[], object], seconds: float) -> None:
+    if seconds:
+        start = time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            run()
+
+
 def _rounds(calls: Sequence[Callable[[], object]], repeats: int) -> int:
     return max(1, repeats // len(calls))
 
 
 def _host_times(
-    kinds: Sequence[Sequence[Callable[[], object]]], repeats: int, rest_s: float
+    kinds: Sequence[Sequence[Callable[[], object]]],
+    repeats: int,
+    rest_s: float,
+    lead_s: float,
 ) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in kinds]
-    for i in range(max(_rounds(calls, repeats) for calls in kinds)):
-        for kind in _in_turns(len(kinds), i):
+    rounds = max(_rounds(calls, repeats) for calls in kinds)
+    for i, order in enumerate(_orders(len(kinds), rounds)):
+        for kind in order:
             if i < _rounds(kinds[kind], repeats):
                 _rest(rest_s)
+                _lead(functools.partial(_all, kinds[kind]), lead_s)
                 times[kind].extend(_host_time(call) for call in kinds[kind])
     return times
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _host_time(call: Callable[[], object]) -> float:
@@ -142,6 +185,7 @@ def _graph_times(
     repeats: int,
     replays: int,
     rest_s: float,
+    lead_s: float,
 ) -> list[list[float]]:
     graphs = []
     for calls in kinds:
@@ -155,10 +199,11 @@ def _graph_times(
         graphs.append((graph, rounds * len(calls)))
     times: list[list[float]] = [[] for _ in kinds]
     torch.cuda.synchronize()
-    for i in range(replays):
-        for kind in _in_turns(len(kinds), i):
+    for order in _orders(len(kinds), replays):
+        for kind in order:
             graph, count = graphs[kind]
             _rest(rest_s)
+            _lead(functools.partial(_replay_and_wait, graph), lead_s)
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()
@@ -167,3 +212,8 @@ def _graph_times(
             end.synchronize()
             times[kind].append(start.elapsed_time(end) / 1e3 / count)
     return times
+
+
+def _replay_and_wait(graph: torch.cuda.CUDAGraph) -> None:
+    graph.replay()
+    torch.cuda.synchronize()

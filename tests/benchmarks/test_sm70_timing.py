@@ -3,6 +3,8 @@
 """The benchmarks' clock: kinds of calls take turns, and so do the calls of a kind."""
 
 import contextlib
+import itertools
+from collections import Counter
 
 import pytest
 
@@ -43,6 +45,36 @@ def test_every_second_round_runs_in_reverse(clock):
     one, other = sm70_timing.time_in_turns(kinds, 2, "cpu")
     assert order == ["a", "b"] + ["a", "b"] + ["b", "a"]
     assert (one.seconds, other.seconds) == (1.5, 3.5)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_comes_as_often_after_each(count):
+    """Within two, itself included; and about as often at each place of a round."""
+    orders = sm70_timing._orders(count, 18)
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    sequence = list(itertools.chain(*orders))
+    follows = Counter(itertools.pairwise(sequence))
+    pairs = [follows[pair] for pair in itertools.product(range(count), repeat=2)]
+    assert max(pairs) - min(pairs) <= 2
+    places = Counter(place for order in orders for place in enumerate(order))
+    assert len(places) == count**2
+    assert max(places.values()) - min(places.values()) <= 2
+
+
+def test_any_number_of_kinds_has_its_rounds():
+    assert sm70_timing._orders(1, 3) == [[0]] * 3
+    assert [sorted(order) for order in sm70_timing._orders(9, 4)] == [
+        list(range(9))
+    ] * 4
+
+
+def test_each_kind_leads_its_own_measurement(clock):
+    """For half a second: twice 0.3 s of a, once 0.6 s of b, then one that counts."""
+    call, order = clock
+    kinds = [[call("a", 9, 0.3, 0.3, 1)], [call("b", 9, 0.6, 2)]]
+    one, other = sm70_timing.time_in_turns(kinds, 1, "cpu", lead_s=0.5)
+    assert order == ["a", "b"] + ["a", "a", "a"] + ["b", "b"]
+    assert (one.seconds, other.seconds) == (1, 2)
 
 
 def test_each_measurement_comes_after_a_rest(clock, monkeypatch):
@@ -99,13 +131,19 @@ class Event:
         return end.at - self.at
 
 
-def test_graphs_are_replayed_in_turns(monkeypatch):
+@pytest.fixture
+def graphs(monkeypatch):
     cuda = sm70_timing.torch.cuda
     monkeypatch.setattr(Graph, "made", [])
+    monkeypatch.setattr(Graph, "clock_ms", 0.0)
     monkeypatch.setattr(cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(cuda, "Event", Event)
     monkeypatch.setattr(cuda, "graph", lambda graph: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    return Graph.made
+
+
+def test_graphs_are_replayed_in_turns(graphs, monkeypatch):
     rests = []
     monkeypatch.setattr(sm70_timing.time, "sleep", rests.append)
     calls = [0, 0]
@@ -125,6 +163,31 @@ def test_graphs_are_replayed_in_turns(monkeypatch):
     # Of four calls; the first replay warms up.
     assert one.rounds == pytest.approx([20e-3 / 4, 30e-3 / 4, 40e-3 / 4])
     assert other.rounds == pytest.approx([40e-3 / 4, 60e-3 / 4, 80e-3 / 4])
+
+
+def test_a_graph_leads_its_own_measurement_after_the_rest(graphs, monkeypatch):
+    events = []
+    cuda = sm70_timing.torch.cuda
+    monkeypatch.setattr(sm70_timing.time, "perf_counter", lambda: Graph.clock_ms / 1e3)
+    monkeypatch.setattr(sm70_timing.time, "sleep", events.append)
+    monkeypatch.setattr(cuda, "synchronize", lambda: events.append("wait"))
+    replay = Graph.replay
+
+    def noted(graph):
+        events.append(Graph.made.index(graph))
+        replay(graph)
+
+    monkeypatch.setattr(Graph, "replay", noted)
+    one, other = sm70_timing.time_in_turns(
+        [[lambda: None], [lambda: None]], 1, "cuda", replays=1, rest_s=9, lead_s=0.05
+    )
+    # Each replay of a lead is waited for: the host does not run ahead of the card.
+    lead = [[9, kind, "wait", kind, "wait", kind] for kind in (0, 1)]
+    assert events == ["wait", 0, "wait", 1, "wait", *lead[0], *lead[1]]
+    # 10 ms to warm up, 20 and 30 to lead, 40; 20 to warm up, 40 and 60 to lead, 80.
+    assert [graph.replays for graph in graphs] == [4, 4]
+    assert one.rounds == pytest.approx([40e-3])
+    assert other.rounds == pytest.approx([80e-3])
 
 
 def test_one_round_at_least(clock):
