@@ -14,7 +14,7 @@ import argparse
 from functools import partial
 
 import torch
-from sm70_timing import ratio_by_rounds, time_in_turns
+from sm70_timing import Pace, ratio_by_rounds, time_in_turns
 
 from vllm.model_executor.kernels.linear.sm70 import ops
 from vllm.platforms import current_platform
@@ -61,7 +61,7 @@ def main() -> None:
                     [partial(torch.ops._C.silu_and_mul, separate, gate_up)],
                     [partial(torch.bitwise_not, source, out=target)],
                 ],
-                options.repeats,
+                Pace(options.repeats),
                 options.device,
             )
             ratio, error = ratio_by_rounds(ours, upstream)

@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 from sm70_timing import (
-    REPLAYS,
+    Pace,
     Timing,
     copy_rate,
     ratio_by_rounds,
@@ -96,24 +96,9 @@ PROJECTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How calls are timed; see `time_in_turns`."""
-
-    repeats: int = 12
-    replays: int = REPLAYS
-    rest_s: float = 0.0
-    lead_s: float = 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.replays} replays of {self.repeats} calls, each after "
-            f"{self.rest_s:g} s of rest and {self.lead_s:g} s of the same"
-        )
-
-
-# Of the prefill table on CUDA: a few large products after rests, or many of them
-# after more of the same.
+# RESTED and LED are the prefill table's on CUDA: a few large products after rests, or
+# many of them after more of the same.
+PLAIN = Pace(repeats=12)
 RESTED = Pace(repeats=2, replays=18, rest_s=0.06)
 LED = Pace(repeats=48, replays=6)
 
@@ -142,14 +127,7 @@ class Machine:
 
     def time_in_turns(self, *kinds: Sequence[Callable[[], object]]) -> list[Timing]:
         """Time one call of each kind; the kinds take turns too."""
-        return time_in_turns(
-            kinds,
-            self.pace.repeats,
-            self.device,
-            self.pace.replays,
-            self.pace.rest_s,
-            self.pace.lead_s,
-        )
+        return time_in_turns(kinds, self.pace, self.device)
 
     def peak_bytes(self, call: Callable[[], torch.Tensor]) -> int:
         """Return the most bytes that a call allocates, its result not counted."""
@@ -561,7 +539,7 @@ def seconds(text: str) -> float:
 
 def pace_of(table: str, options: argparse.Namespace) -> Pace:
     """Return how a table's calls are timed: by what is given, else by default."""
-    pace = Pace()
+    pace = PLAIN
     if table == "prefill" and options.device == "cuda":
         if options.lead:
             pace = replace(LED, lead_s=options.lead)
@@ -623,13 +601,13 @@ def main() -> None:
     parser.add_argument(
         "--repeats",
         type=count,
-        help=f"calls in a graph (default: {Pace.repeats}; {RESTED.repeats} in the "
+        help=f"calls in a graph (default: {PLAIN.repeats}; {RESTED.repeats} in the "
         f"prefill table, if it rests, {LED.repeats} with --lead)",
     )
     parser.add_argument(
         "--replays",
         type=count,
-        help=f"of a graph, for each median (default: {Pace.replays}; {RESTED.replays} "
+        help=f"of a graph, for each median (default: {PLAIN.replays}; {RESTED.replays} "
         f"in the prefill table, if it rests, {LED.replays} with --lead)",
     )
     parser.add_argument(

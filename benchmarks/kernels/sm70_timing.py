@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,37 @@ class Timing(NamedTuple):
     rounds: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How calls are timed.
+
+    A card at its power limit lowers its clock. `rest_s` keeps away from the limit,
+    `lead_s` measures at it; without either, what ran before can count too.
+
+    Attributes:
+        repeats: calls of a kind in a replay, on a CPU in all; rounded down to whole
+            rounds but at least one.
+        replays: of each kind, on CUDA.
+        rest_s: seconds of idling before each measurement. Large products one after
+            the other take a card to its power limit, where they take longer; a few
+            of them after a rest do not.
+        lead_s: seconds of the same kind before each measurement, after the rest, so
+            that the clock is the one that it can sustain.
+
+    """
+
+    repeats: int
+    replays: int = REPLAYS
+    rest_s: float = 0.0
+    lead_s: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.replays} replays of {self.repeats} calls, each after "
+            f"{self.rest_s:g} s of rest and {self.lead_s:g} s of the same"
+        )
+
+
 def ratio_by_rounds(one: Timing, other: Timing) -> tuple[float, float]:
     """Return the mean of the rounds' ratios of `one` to `other`, and its standard
     error, NaN for a single round.
@@ -49,16 +81,13 @@ def time_calls(
     calls: Sequence[Callable[[], object]], repeats: int, device: torch.device | str
 ) -> Timing:
     """Time calls of one kind; see `time_in_turns`."""
-    return time_in_turns([calls], repeats, device)[0]
+    return time_in_turns([calls], Pace(repeats), device)[0]
 
 
 def time_in_turns(
     kinds: Sequence[Sequence[Callable[[], object]]],
-    repeats: int,
+    pace: Pace,
     device: torch.device | str,
-    replays: int = REPLAYS,
-    rest_s: float = 0.0,
-    lead_s: float = 0.0,
 ) -> list[Timing]:
     """Time kinds of calls against each other, after one round to warm up.
 
@@ -69,29 +98,19 @@ def time_in_turns(
     into one graph, so that launches on the host cost nothing, and each measurement
     is a replay of it.
 
-    A card at its power limit lowers its clock. `rest_s` keeps away from the limit,
-    `lead_s` measures at it; without either, what ran before can count too.
-
     Args:
         kinds: what to time; the calls of each.
-        repeats: calls of a kind in a replay, on a CPU in all; rounded down to whole
-            rounds but at least one.
+        pace: how.
         device: where the calls run.
-        replays: of each kind, on CUDA.
-        rest_s: seconds of idling before each measurement. Large products one after
-            the other take a card to its power limit, where they take longer; a few
-            of them after a rest do not.
-        lead_s: seconds of the same kind before each measurement, after the rest, so
-            that the clock is the one that it can sustain.
 
     """
     for calls in kinds:
         for call in calls:
             call()
     if torch.device(device).type == "cuda":
-        times = _graph_times(kinds, repeats, replays, rest_s, lead_s)
+        times = _graph_times(kinds, pace)
     else:
-        times = _host_times(kinds, repeats, rest_s, lead_s)
+        times = _host_times(kinds, pace)
     return [_timing(t) for t in times]
 
 
@@ -103,7 +122,8 @@ def copy_rate(repeats: int, device: torch.device | str, rest_s: float = 0.0) -> 
     # In a graph copy_ is a memcpy node, which a Hopper GPU runs at two thirds of
     # what a kernel moves; the faster one is the ceiling.
     calls = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
-    timings = time_in_turns([[call] for call in calls], repeats, device, rest_s=rest_s)
+    pace = Pace(repeats, rest_s=rest_s)
+    timings = time_in_turns([[call] for call in calls], pace, device)
     fastest = min(timing.seconds for timing in timings)
     return 2 * size / fastest
 
@@ -153,18 +173,15 @@ def _rounds(calls: Sequence[Callable[[], object]], repeats: int) -> int:
 
 
 def _host_times(
-    kinds: Sequence[Sequence[Callable[[], object]]],
-    repeats: int,
-    rest_s: float,
-    lead_s: float,
+    kinds: Sequence[Sequence[Callable[[], object]]], pace: Pace
 ) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in kinds]
-    rounds = max(_rounds(calls, repeats) for calls in kinds)
+    rounds = max(_rounds(calls, pace.repeats) for calls in kinds)
     for i, order in enumerate(_orders(len(kinds), rounds)):
         for kind in order:
-            if i < _rounds(kinds[kind], repeats):
-                _rest(rest_s)
-                _lead(functools.partial(_all, kinds[kind]), lead_s)
+            if i < _rounds(kinds[kind], pace.repeats):
+                _rest(pace.rest_s)
+                _lead(functools.partial(_all, kinds[kind]), pace.lead_s)
                 times[kind].extend(_host_time(call) for call in kinds[kind])
     return times
 
@@ -181,16 +198,12 @@ def _host_time(call: Callable[[], object]) -> float:
 
 
 def _graph_times(
-    kinds: Sequence[Sequence[Callable[[], object]]],
-    repeats: int,
-    replays: int,
-    rest_s: float,
-    lead_s: float,
+    kinds: Sequence[Sequence[Callable[[], object]]], pace: Pace
 ) -> list[list[float]]:
     graphs = []
     for calls in kinds:
         torch.cuda.synchronize()
-        graph, rounds = torch.cuda.CUDAGraph(), _rounds(calls, repeats)
+        graph, rounds = torch.cuda.CUDAGraph(), _rounds(calls, pace.repeats)
         with torch.cuda.graph(graph):
             for _ in range(rounds):
                 for call in calls:
@@ -199,11 +212,11 @@ def _graph_times(
         graphs.append((graph, rounds * len(calls)))
     times: list[list[float]] = [[] for _ in kinds]
     torch.cuda.synchronize()
-    for order in _orders(len(kinds), replays):
+    for order in _orders(len(kinds), pace.replays):
         for kind in order:
             graph, count = graphs[kind]
-            _rest(rest_s)
-            _lead(functools.partial(_replay_and_wait, graph), lead_s)
+            _rest(pace.rest_s)
+            _lead(functools.partial(_replay_and_wait, graph), pace.lead_s)
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.kernels import sm70_timing
+from benchmarks.kernels.sm70_timing import Pace
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def clock(monkeypatch):
 def test_kinds_take_turns_after_a_round_to_warm_up(clock):
     call, order = clock
     kinds = [[call("a", 9, 1, 3, 2)], [call("b", 9, 10), call("c", 9, 20)]]
-    one, other = sm70_timing.time_in_turns(kinds, 3, "cpu")
+    one, other = sm70_timing.time_in_turns(kinds, Pace(3), "cpu")
     assert order == ["a", "b", "c"] + ["a", "b", "c"] + ["a", "a"]
     assert one == (2, pytest.approx(0.5), (1, 3, 2))
     # One whole round of two calls is less than three.
@@ -42,7 +43,7 @@ def test_kinds_take_turns_after_a_round_to_warm_up(clock):
 def test_every_second_round_runs_in_reverse(clock):
     call, order = clock
     kinds = [[call("a", 9, 1, 2)], [call("b", 9, 3, 4)]]
-    one, other = sm70_timing.time_in_turns(kinds, 2, "cpu")
+    one, other = sm70_timing.time_in_turns(kinds, Pace(2), "cpu")
     assert order == ["a", "b"] + ["a", "b"] + ["b", "a"]
     assert (one.seconds, other.seconds) == (1.5, 3.5)
 
@@ -72,7 +73,7 @@ def test_each_kind_leads_its_own_measurement(clock):
     """For half a second: twice 0.3 s of a, once 0.6 s of b, then one that counts."""
     call, order = clock
     kinds = [[call("a", 9, 0.3, 0.3, 1)], [call("b", 9, 0.6, 2)]]
-    one, other = sm70_timing.time_in_turns(kinds, 1, "cpu", lead_s=0.5)
+    one, other = sm70_timing.time_in_turns(kinds, Pace(1, lead_s=0.5), "cpu")
     assert order == ["a", "b"] + ["a", "a", "a"] + ["b", "b"]
     assert (one.seconds, other.seconds) == (1, 2)
 
@@ -81,7 +82,7 @@ def test_each_measurement_comes_after_a_rest(clock, monkeypatch):
     call, order = clock
     monkeypatch.setattr(sm70_timing.time, "sleep", order.append)
     kinds = [[call("a", 9, 1, 2)], [call("b", 9, 3, 4)]]
-    sm70_timing.time_in_turns(kinds, 2, "cpu", rest_s=0.5)
+    sm70_timing.time_in_turns(kinds, Pace(2, rest_s=0.5), "cpu")
     assert order == ["a", "b"] + [0.5, "a", 0.5, "b"] + [0.5, "b", 0.5, "a"]
 
 
@@ -155,7 +156,7 @@ def test_graphs_are_replayed_in_turns(graphs, monkeypatch):
         return run
 
     one, other = sm70_timing.time_in_turns(
-        [[call(0)], [call(1)]], 4, "cuda", replays=3, rest_s=0.5
+        [[call(0)], [call(1)]], Pace(4, replays=3, rest_s=0.5), "cuda"
     )
     # Once to warm up, four times in the graph.
     assert calls == [5, 5]
@@ -179,7 +180,9 @@ def test_a_graph_leads_its_own_measurement_after_the_rest(graphs, monkeypatch):
 
     monkeypatch.setattr(Graph, "replay", noted)
     one, other = sm70_timing.time_in_turns(
-        [[lambda: None], [lambda: None]], 1, "cuda", replays=1, rest_s=9, lead_s=0.05
+        [[lambda: None], [lambda: None]],
+        Pace(1, replays=1, rest_s=9, lead_s=0.05),
+        "cuda",
     )
     # Each replay of a lead is waited for: the host does not run ahead of the card.
     lead = [[9, kind, "wait", kind, "wait", kind] for kind in (0, 1)]
