@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Tile plans: exact values for the 27B class, and what holds for any shape."""
+"""Tile plans: exact values for well-known shapes, and what holds for any."""
+
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,8 @@ from vllm.model_executor.kernels.linear.sm70.tiling import (
     ALIGNMENT,
     MAX_WIDTH,
     MIB,
+    MIN_GATED_LANE_WIDTH,
+    MIN_LANE_WIDTH,
     MIN_LAST_WIDTH,
     MIN_WIDTH,
     TRANSIENT_BYTES,
@@ -29,19 +33,37 @@ PLANS = [
     ("gate_up TP2", GATED, 5120, 8704, 1024, 2, 9, 40.0, 104.0),
     ("gate_up TP4", GATED, 5120, 4352, 1024, 2, 5, 40.0, 104.0),
     ("down TP1", PLAIN, 17408, 5120, 1024, 1, 5, 34.0, 34.0),
-    ("down TP2", PLAIN, 8704, 5120, 1024, 2, 5, 34.0, 34.0),
-    ("down TP4", PLAIN, 4352, 5120, 2048, 2, 3, 34.0, 34.0),
+    ("down TP2", PLAIN, 8704, 5120, 2048, 1, 3, 34.0, 34.0),
+    ("down TP4", PLAIN, 4352, 5120, 4096, 1, 2, 34.0, 34.0),
     ("qkvz TP1", PLAIN, 5120, 16384, 2048, 2, 8, 40.0, 40.0),
     ("qkvz TP2", PLAIN, 5120, 8192, 2048, 2, 4, 40.0, 40.0),
     ("qkvz TP4", PLAIN, 5120, 4096, 4096, 1, 1, 40.0, 40.0),
-    ("qkvz TP4, padded", PLAIN, 5120, 4120, 1536, 2, 3, 30.0, 30.0),
-    ("qkvz TP4, padded more", PLAIN, 5120, 4128, 1536, 2, 3, 30.0, 30.0),
+    ("qkvz TP4, padded", PLAIN, 5120, 4120, 2176, 1, 2, 21.25, 21.25),
+    ("qkvz TP4, padded more", PLAIN, 5120, 4128, 2176, 1, 2, 21.25, 21.25),
     ("qkv TP1", PLAIN, 5120, 14336, 2048, 2, 7, 40.0, 40.0),
     ("qkv TP2", PLAIN, 5120, 7168, 2048, 2, 4, 40.0, 40.0),
     ("qkv TP4", PLAIN, 5120, 3584, 3584, 1, 1, 35.0, 35.0),
-    ("out TP1", PLAIN, 6144, 5120, 1536, 2, 4, 36.0, 36.0),
+    ("out TP1", PLAIN, 6144, 5120, 2048, 1, 3, 24.0, 24.0),
     ("out TP2", PLAIN, 3072, 5120, 5120, 1, 1, 30.0, 30.0),
     ("out TP4", PLAIN, 1536, 5120, 5120, 1, 1, 15.0, 15.0),
+    # Other models: hidden 8192, 5376 and 4096.
+    ("70B gate_up TP1", GATED, 8192, 28672, 512, 2, 56, 32.0, 64.0),
+    ("70B down TP1", PLAIN, 28672, 8192, 512, 1, 16, 28.0, 28.0),
+    ("70B qkv TP1", PLAIN, 8192, 10240, 2048, 1, 5, 32.0, 32.0),
+    ("5376 gate_up TP1", GATED, 5376, 21504, 512, 2, 42, 21.0, 53.0),
+    ("5376 down TP1", PLAIN, 21504, 5376, 512, 1, 11, 21.0, 21.0),
+    ("8B gate_up TP1", GATED, 4096, 14336, 1024, 2, 14, 32.0, 96.0),
+    ("8B down TP1", PLAIN, 14336, 4096, 1024, 1, 4, 28.0, 28.0),
+    ("8B qkv TP1", PLAIN, 4096, 6144, 4096, 1, 2, 32.0, 32.0),
+    # A sliver of a last tile: evened out where it is one of two.
+    ("sliver of 128", PLAIN, 5120, 4224, 4096, 1, 2, 40.0, 40.0),
+    ("sliver of 127", PLAIN, 5120, 4223, 2176, 1, 2, 21.25, 21.25),
+    ("sliver of five", PLAIN, 5120, 8240, 2048, 2, 5, 40.0, 40.0),
+    ("gated sliver", GATED, 17408, 620, 384, 1, 2, 25.5, 37.5),
+    ("gate_up TP8", GATED, 5120, 2176, 1024, 2, 3, 40.0, 104.0),
+    # Shallow: 8192 columns in flight.
+    ("K = 2560", PLAIN, 2560, 16384, 4096, 2, 4, 40.0, 40.0),
+    ("K = 2560, one lane", PLAIN, 2560, 12288, 8192, 1, 2, 40.0, 40.0),
 ]
 
 
@@ -50,7 +72,7 @@ PLANS = [
     [row[1:] for row in PLANS],
     ids=[row[0] for row in PLANS],
 )
-def test_plans_of_the_27b_class(
+def test_plans_of_known_shapes(
     gated: bool,
     depth: int,
     columns: int,
@@ -84,8 +106,8 @@ def test_gate_up_needs_at_most_208_mib_for_any_batch() -> None:
         (8192, 1024, 104.0),
         (16384, 1024, 168.0),
         (21504, 1024, 208.0),
-        (32768, 640, 185.0),
-        (65536, 768, 207.0),
+        (32768, 512, 148.0),
+        (65536, 512, 138.0),
     ],
 )
 def test_more_tokens_narrow_gated_tiles(
@@ -137,10 +159,15 @@ def test_the_untiled_control_is_halved_into_tiles() -> None:
     assert plan.product_bytes == 384 * 2 * 8 * HALF
 
 
+near_powers_of_two = st.builds(
+    lambda power, more: 2**power + more, st.integers(8, 15), st.integers(-130, 130)
+)
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, object]:
     return {
-        "columns": draw(st.integers(1, 40000)),
+        "columns": draw(st.one_of(st.integers(1, 40000), near_powers_of_two)),
         "depth": draw(st.integers(1, 40000)),
         "rows": draw(st.integers(1, 300000)),
         "itemsize": draw(st.sampled_from([2, 4])),
@@ -175,13 +202,42 @@ def test_any_plan(problem: dict, width: int | None) -> None:
     assert plan.product_bytes == 0 or problem["gated"]
     assert 1 <= plan.lanes <= problem["max_lanes"]
     assert plan.whole == (width == 0)
+    assert plan.width <= columns
     if width is None:
         smallest = plan.width <= MIN_WIDTH and plan.lanes == 1
         assert smallest or plan.scratch_bytes <= WEIGHT_SCRATCH_BYTES
         assert smallest or plan.transient_bytes <= TRANSIENT_BYTES
-        assert plan.width in (columns, plan.width - plan.width % ALIGNMENT)
+        if len(tiles) == 1:
+            return
+        evened = plan.width.bit_count() > 1
+        # Of all tiles in flight.
+        widest = 1 << (plan.width * plan.lanes - 1).bit_length()
+        twice = Fraction(2 * widest, plan.width * plan.lanes)
+        assert (
+            twice * plan.scratch_bytes > WEIGHT_SCRATCH_BYTES
+            or twice * plan.transient_bytes > TRANSIENT_BYTES
+        )
+        if problem["max_lanes"] == 2:
+            in_lane = widest // 2
+            if problem["gated"]:
+                lanes_pay = in_lane >= MIN_GATED_LANE_WIDTH
+            else:
+                lanes_pay = in_lane >= MIN_LANE_WIDTH and columns > 3 * in_lane
+            assert plan.lanes == 1 + lanes_pay
+        if plan.lanes == 1 and widest < columns < widest + ALIGNMENT:
+            assert evened or widest <= 2 * ALIGNMENT
+            assert tiles[1][1] - tiles[1][0] > plan.width - 2 * ALIGNMENT
+        else:
+            assert not evened
     if width:
         assert plan.width == min(width, columns)
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems(), rows=st.integers(1, 300000))
+def test_one_token_wants_the_most_scratch(problem: dict, rows: int) -> None:
+    most = plan_tiles(**problem | {"rows": 1})
+    assert plan_tiles(**problem | {"rows": rows}).scratch_bytes <= most.scratch_bytes
 
 
 @settings(max_examples=200, deadline=None)

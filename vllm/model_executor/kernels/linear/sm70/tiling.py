@@ -20,15 +20,8 @@ from dataclasses import dataclass, replace
 MIB = 2**20
 
 ALIGNMENT = 128
-"""Default tile widths are multiples of this, in columns: one thread block's
-share of a product on every GPU of interest, and a block of FP8 scales."""
-
-PREFERRED_COLUMNS = 512
-"""Of a product, gate and up counted: default widths are multiples of this where the
-memory allows. At 8,192 tokens it is 128 thread blocks of 128 x 256, nearly one for
-each multiprocessor of an H200; widths in between leave many of them idle at the end
-of each product (qkv at TP2: 1792 columns 1.02 to 1.08 of untiled, 2048 columns 0.98 to
-1.03, in turns without rests; 2048 with rests 1.003)."""
+"""A default width is a multiple of this, in columns, or the whole weight: one thread
+block's share of a product on every GPU of interest, and a block of FP8 scales."""
 
 MIN_WIDTH = 128
 """The narrowest tile that a setting may ask for, in columns. Also in gemm_plan.h."""
@@ -50,10 +43,21 @@ TRANSIENT_BYTES = 208 * MIB
 """The above, and a gated layer's tiles of the gate and up product, which exist
 while the operator runs."""
 
-MIN_LANE_COLUMNS = 1024
-"""Of a product, gate and up counted: narrower ones leave a GPU idle, and one lane
-of twice the width is faster (down at TP1 on an H200, one lane of 1024 columns and
-two of 512: 0.33 and 0.38 ms at 1,024 tokens, 2.28 and 2.30 at 8,192)."""
+MIN_LANE_WIDTH = 2048
+"""Of a tile in one of two lanes, in columns: one lane of 2048 columns is faster than
+two of 1024 (down at TP2 on an H200, 8,192 tokens: 0.998 to 1.000 of untiled, and 1.016
+to 1.020)."""
+
+MIN_LANE_TILES = 2
+"""For each of two lanes; of three tiles one lane makes two. Down at TP4 is faster so
+at 8,192 tokens (1.005 to 1.009 instead of 1.010 to 1.011), and slower at 4,096 (1.011
+to 1.020 instead of 1.007 to 1.008)."""
+
+MIN_GATED_LANE_WIDTH = 512
+"""As `MIN_LANE_WIDTH`, of a gated layer's tile, whatever their number. There two lanes
+were faster than one of twice the width, or within 0.5 % of it, at 4,096 and 8,192
+tokens (gate and up at TP1 and TP2, 8,192: 1.005 and 1.007, one 1.019 and 1.020).
+Narrower ones were not timed."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +133,13 @@ def plan_tiles(
 ) -> TilePlan:
     """Choose the tiles of one product.
 
-    By default as few tiles as keep the weight buffers within `weight_budget`
-    and all buffers within `transient_budget`, evened out and then widened to
-    `PREFERRED_COLUMNS`, where those fit, or to `ALIGNMENT`. Where not even
-    `MIN_WIDTH` columns fit, that is the width, and the budget is exceeded.
+    By default a weight that fits is one tile. Else the tiles in flight together are the
+    largest power of two wide that keeps the weight buffers within `weight_budget` and
+    all buffers within `transient_budget`. Of the widths timed on an H200 it was the
+    fastest, or within 2 % of it, at 4,096 and at 8,192 tokens, where others took up to
+    half as long again. Where a second and last tile would be narrower than `ALIGNMENT`,
+    both get about half of the columns. Where not even `MIN_WIDTH` columns fit, that is
+    the width, and the budget is exceeded.
 
     Args:
         columns: N, output columns; of a gated layer, after the activation.
@@ -175,15 +182,23 @@ def plan_tiles(
     fits = min(fits_in_weight, fits_in_all)
     if columns <= fits:
         return plan(columns, 1)
-    lanes = max_lanes if parts * (fits // max_lanes) >= MIN_LANE_COLUMNS else 1
-    widest = fits // lanes
-    widest = max(MIN_WIDTH, widest - widest % ALIGNMENT)
-    count = -(-columns // widest)
-    even = -(-columns // count)
-    aligned = even + -even % ALIGNMENT
-    preferred = even + -even % (PREFERRED_COLUMNS // parts)
-    chosen = preferred if preferred <= widest else aligned
-    return plan(min(chosen, widest, columns), lanes)
+    widest = _power_of_two(fits)
+    in_lane = widest // max_lanes
+    if gated:
+        lanes_pay = in_lane >= MIN_GATED_LANE_WIDTH
+    else:
+        tiles = -(-columns // in_lane)
+        lanes_pay = in_lane >= MIN_LANE_WIDTH and tiles >= MIN_LANE_TILES * max_lanes
+    lanes = max_lanes if lanes_pay else 1
+    if lanes == 1 and widest < columns < widest + ALIGNMENT:
+        half = -(-columns // 2)
+        return plan(half + -half % ALIGNMENT, lanes)
+    return plan(min(widest // lanes, columns), lanes)
+
+
+def _power_of_two(width: int) -> int:
+    """The largest that is at most `width`, but no narrower than `MIN_WIDTH`."""
+    return max(MIN_WIDTH, 1 << width.bit_length() >> 1)
 
 
 def check_width(width: int, name: str) -> int:
