@@ -203,34 +203,40 @@ def test_any_plan(problem: dict, width: int | None) -> None:
     assert 1 <= plan.lanes <= problem["max_lanes"]
     assert plan.whole == (width == 0)
     assert plan.width <= columns
-    if width is None:
-        smallest = plan.width <= MIN_WIDTH and plan.lanes == 1
-        assert smallest or plan.scratch_bytes <= WEIGHT_SCRATCH_BYTES
-        assert smallest or plan.transient_bytes <= TRANSIENT_BYTES
-        if len(tiles) == 1:
-            return
-        evened = plan.width.bit_count() > 1
-        # Of all tiles in flight.
-        widest = 1 << (plan.width * plan.lanes - 1).bit_length()
-        twice = Fraction(2 * widest, plan.width * plan.lanes)
-        assert (
-            twice * plan.scratch_bytes > WEIGHT_SCRATCH_BYTES
-            or twice * plan.transient_bytes > TRANSIENT_BYTES
-        )
-        if problem["max_lanes"] == 2:
-            in_lane = widest // 2
-            if problem["gated"]:
-                lanes_pay = in_lane >= MIN_GATED_LANE_WIDTH
-            else:
-                lanes_pay = in_lane >= MIN_LANE_WIDTH and columns > 3 * in_lane
-            assert plan.lanes == 1 + lanes_pay
-        if plan.lanes == 1 and widest < columns < widest + ALIGNMENT:
-            assert evened or widest <= 2 * ALIGNMENT
-            assert tiles[1][1] - tiles[1][0] > plan.width - 2 * ALIGNMENT
-        else:
-            assert not evened
     if width:
         assert plan.width == min(width, columns)
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems())
+def test_any_default_plan(problem: dict) -> None:
+    plan = plan_tiles(**problem)
+    columns, tiles = problem["columns"], list(plan.tiles())
+    smallest = plan.width <= MIN_WIDTH and plan.lanes == 1
+    assert smallest or plan.scratch_bytes <= WEIGHT_SCRATCH_BYTES
+    assert smallest or plan.transient_bytes <= TRANSIENT_BYTES
+    if len(tiles) == 1:
+        return
+    evened = plan.width.bit_count() > 1
+    # Of all tiles in flight.
+    widest = 1 << (plan.width * plan.lanes - 1).bit_length()
+    twice = Fraction(2 * widest, plan.width * plan.lanes)
+    assert (
+        twice * plan.scratch_bytes > WEIGHT_SCRATCH_BYTES
+        or twice * plan.transient_bytes > TRANSIENT_BYTES
+    )
+    if problem["max_lanes"] == 2:
+        in_lane = widest // 2
+        if problem["gated"]:
+            lanes_pay = in_lane >= MIN_GATED_LANE_WIDTH
+        else:
+            lanes_pay = in_lane >= MIN_LANE_WIDTH and columns > 3 * in_lane
+        assert plan.lanes == 1 + lanes_pay
+    if plan.lanes == 1 and widest < columns < widest + ALIGNMENT:
+        assert evened or widest <= 2 * ALIGNMENT
+        assert tiles[1][1] - tiles[1][0] > plan.width - 2 * ALIGNMENT
+    else:
+        assert not evened
 
 
 @settings(max_examples=300, deadline=None)
